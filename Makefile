@@ -1,0 +1,86 @@
+# make demo     train the digits net on one device and on several, compare, write demo.png
+# make test     lint and the whole test suite, on all three backends
+# make lint     the quick checks alone
+# make format   apply the formatter and the safe fixes
+# make clean    remove environments, caches and outputs
+#
+# Needs Python 3.11 or newer with venv. Each environment is made on first use and installed again
+# only when pyproject.toml or constraints-test.txt changed.
+
+PYTHON ?= python3
+PYTEST_ARGS ?=
+
+# DEMO_BACKEND=jax|tensorflow|torch; DEMO_ARGS goes to the program, e.g. DEMO_ARGS="--replicas 4"
+DEMO_BACKEND ?= jax
+DEMO_OUTPUT ?= demo.png
+DEMO_ARGS ?=
+
+HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
+DEMO_JAX ?= $(if $(HAS_GPU),jax[cuda12],jax)
+DEMO_TENSORFLOW ?= $(if $(HAS_GPU),tensorflow[and-cuda],tensorflow)
+DEMO_TORCH ?= torch
+DEMO_PACKAGE = $(DEMO_$(shell echo $(DEMO_BACKEND) | tr a-z A-Z))
+
+DEMO_VENV := .venv-demo
+TEST_VENV := .venv-test
+DEMO_STAMP = $(DEMO_VENV)/.installed-$(DEMO_BACKEND)
+LINT_STAMP := $(TEST_VENV)/.installed-lint
+TEST_STAMP := $(TEST_VENV)/.installed-test
+INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints-test.txt
+REQUIREMENTS := pyproject.toml constraints-test.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format clean
+
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
+
+demo: $(DEMO_STAMP)
+	KERAS_BACKEND=$(DEMO_BACKEND) TF_CPP_MIN_LOG_LEVEL=2 \
+	  $(DEMO_VENV)/bin/python -m unisono.recipes.digits --output $(DEMO_OUTPUT) $(DEMO_ARGS)
+	@echo "The plot is in $(abspath $(DEMO_OUTPUT))"
+
+test: lint $(TEST_STAMP)
+	$(TEST_VENV)/bin/python -m pytest --cov --cov-report=term $(PYTEST_ARGS)
+
+lint: $(LINT_STAMP)
+	$(TEST_VENV)/bin/ruff check .
+	$(TEST_VENV)/bin/ruff format --check .
+	$(TEST_VENV)/bin/mypy
+	$(TEST_VENV)/bin/lint-imports
+
+format: $(LINT_STAMP)
+	$(TEST_VENV)/bin/ruff check --fix .
+	$(TEST_VENV)/bin/ruff format .
+
+clean:
+	rm -rf $(DEMO_VENV) $(TEST_VENV) demo.png build dist htmlcov .coverage .coverage.*
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# $(call make_venv,directory): an existing environment is kept and only brought up to date.
+define make_venv
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+  { echo "unisono needs Python 3.11 or newer; $(PYTHON) is older or missing. Set PYTHON=..."; exit 1; }
+@test -x $(1)/bin/pip || $(PYTHON) -m venv $(1) || \
+  { rm -rf $(1); echo "$(PYTHON) -m venv failed. On Debian: apt-get install python3-venv"; exit 1; }
+endef
+
+$(DEMO_STAMP): $(REQUIREMENTS)
+	@test -n "$(DEMO_PACKAGE)" || \
+	  { echo "DEMO_BACKEND is '$(DEMO_BACKEND)'; choose jax, tensorflow or torch."; exit 1; }
+	$(call make_venv,$(DEMO_VENV))
+	$(DEMO_VENV)/bin/python $(INSTALL) "$(DEMO_PACKAGE)"
+	$(DEMO_VENV)/bin/python $(INSTALL) -e ".[$(DEMO_BACKEND),plot]"
+	@touch $@
+
+$(LINT_STAMP): $(REQUIREMENTS)
+	$(call make_venv,$(TEST_VENV))
+	$(TEST_VENV)/bin/python $(INSTALL) -e ".[lint]"
+	@touch $@
+
+# torch first and alone, so that the pinned version is settled before anything else asks for it.
+$(TEST_STAMP): $(LINT_STAMP)
+	$(TEST_VENV)/bin/python $(INSTALL) torch
+	$(TEST_VENV)/bin/python $(INSTALL) -e ".[all,dev]"
+	@touch $@

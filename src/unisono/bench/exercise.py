@@ -1,0 +1,62 @@
+"""What most cases do with a model: fit with validation data, evaluate, predict, and look at it."""
+
+from typing import Any
+
+import keras
+from keras import layers
+
+from unisono.bench.case import Results, state_of
+from unisono.bench.tasks import EPOCHS, GLOBAL_BATCH, NUM_FEATURES, Task, regression
+
+
+def mlp(num_outputs: int = 2, activation: str | None = None, **dense: Any) -> Any:
+    """A small functional network on the features of `regression` and `classes`."""
+    inputs = keras.Input((NUM_FEATURES,))
+    hidden = layers.Dense(5, activation="tanh", **dense)(inputs)
+    return keras.Model(inputs, layers.Dense(num_outputs, activation=activation)(hidden))
+
+
+def stacked(*parts: Any, shape: tuple[int | None, ...], dtype: str | None = None) -> Any:
+    return keras.Sequential([keras.Input(shape, dtype=dtype), *parts])
+
+
+def sgd() -> Any:
+    return keras.optimizers.SGD(0.05, momentum=0.9)
+
+
+def fit(model: Any, x: Any, y: Any = None, **options: Any) -> Any:
+    """`model.fit` as the cases call it; returns the history's dict."""
+    settings: dict[str, Any] = {"batch_size": GLOBAL_BATCH, "epochs": EPOCHS, **options}
+    if not hasattr(x, "shape") and y is None:
+        settings.pop("batch_size")
+    return model.fit(x, y, **{"shuffle": False, "verbose": 0, **settings}).history
+
+
+def evaluate(model: Any, x: Any, y: Any = None, **options: Any) -> Any:
+    return model.evaluate(
+        x, y, **{"batch_size": GLOBAL_BATCH, "return_dict": True, "verbose": 0, **options}
+    )
+
+
+def predict(model: Any, x: Any, **options: Any) -> Any:
+    return model.predict(x, **{"batch_size": GLOBAL_BATCH, "verbose": 0, **options})
+
+
+def exercise(model: Any, task: Task | None = None, **options: Any) -> Results:
+    """Fit the compiled model on the task, then everything that can be compared afterwards."""
+    task = task or regression()
+    held_out = (task.x_test, task.y_test)
+    history = fit(model, task.x, task.y, **{"validation_data": held_out, **options})
+    return {
+        "history": history,
+        "evaluate": evaluate(model, *held_out),
+        "predict": predict(model, task.x_test),
+        **state_of(model),
+    }
+
+
+def train(model: Any, task: Task | None = None, **compile_options: Any) -> Results:
+    """Compile with these options (by default SGD on the mean squared error), then `exercise`."""
+    settings = {"optimizer": sgd(), "loss": "mse", **compile_options}
+    model.compile(**settings)
+    return exercise(model, task)

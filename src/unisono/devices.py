@@ -1,0 +1,164 @@
+"""Choose the devices that replicas run on, from what was asked and what there is.
+
+Runs before any framework is imported and imports none: an engine reports how many GPUs its
+backend sees, this room decides. `UNISONO_SIMULATED_GPUS=4` makes four CPU replicas answer as GPUs
+0 to 3, `UNISONO_REPLICAS=n` is the default for `replicas`.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from unisono.errors import DeviceError
+
+SIMULATED_GPUS = "UNISONO_SIMULATED_GPUS"
+REPLICAS = "UNISONO_REPLICAS"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where each replica runs: `indices[r]` is replica r's device of this `kind`.
+
+    `is_simulated` marks CPU replicas that answer as GPUs.
+    """
+
+    kind: str
+    indices: tuple[int, ...]
+    is_simulated: bool = False
+
+    @property
+    def num_replicas(self) -> int:
+        return len(self.indices)
+
+    def __str__(self) -> str:
+        ids = ", ".join(str(i) for i in self.indices)
+        if self.is_simulated:
+            return f"gpu {ids} (simulated on the cpu)"
+        if self.kind == "cpu" and self.num_replicas == 1:
+            return "cpu"
+        return f"{self.kind} {ids}"
+
+
+def simulated_gpus() -> int:
+    """How many GPUs `UNISONO_SIMULATED_GPUS` asks to rehearse with (0: none)."""
+    return _count_from_environment(SIMULATED_GPUS, minimum=0) or 0
+
+
+def default_replicas() -> int | None:
+    """The number of replicas that `UNISONO_REPLICAS` sets, or None."""
+    return _count_from_environment(REPLICAS, minimum=1)
+
+
+def num_gpus() -> int:
+    """How many GPUs this machine shows, without importing a framework.
+
+    Counts the NVIDIA driver's entries and honours `CUDA_VISIBLE_DEVICES`; simulated GPUs count.
+
+    >>> isinstance(num_gpus(), int)
+    True
+    """
+    if simulated_gpus():
+        return simulated_gpus()
+    try:
+        present = len(os.listdir("/proc/driver/nvidia/gpus"))
+    except OSError:
+        return 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return present
+    # CUDA stops reading the list at the first entry it cannot use, such as -1.
+    ids = []
+    for entry in (part.strip() for part in visible.split(",")):
+        if not entry or entry.startswith("-"):
+            break
+        ids.append(entry)
+    return min(len(ids), present)
+
+
+def choose(
+    *, replicas: int | None, gpus: int | Sequence[int] | None, num_visible_gpus: int
+) -> Placement:
+    """Decide where replicas run; raises DeviceError when it cannot be done.
+
+    >>> choose(replicas=2, gpus=None, num_visible_gpus=0)
+    Placement(kind='cpu', indices=(0, 1), is_simulated=False)
+    """
+    simulated = simulated_gpus()
+    available = simulated or num_visible_gpus
+    if replicas is not None:
+        _check_count("replicas", replicas)
+    if gpus is not None:
+        ids = _gpu_ids(gpus, available)
+        if replicas is not None and replicas != len(ids):
+            raise DeviceError(
+                f"Asked for replicas={replicas} on gpus={gpus!r}, which is {len(ids)} GPUs. "
+                "Leave one of the two out, or make them agree."
+            )
+    else:
+        ids = _default_ids(replicas, available)
+    if simulated:
+        return Placement("cpu", ids, is_simulated=True)
+    return Placement("gpu" if available else "cpu", ids)
+
+
+def _default_ids(replicas: int | None, available: int) -> tuple[int, ...]:
+    count = replicas if replicas is not None else default_replicas()
+    if count is None:
+        count = max(available, 1)
+    if available and count > available:
+        raise DeviceError(
+            f"Asked for {count} replicas; this machine has {available} GPU(s): "
+            f"{list(range(available))}. Ask for at most {available}, or leave replicas= out to "
+            "take all."
+        )
+    return tuple(range(count))
+
+
+def _gpu_ids(gpus: int | Sequence[int], available: int) -> tuple[int, ...]:
+    if isinstance(gpus, int) and not isinstance(gpus, bool):
+        _check_count("gpus", gpus)
+        ids: tuple[int, ...] = tuple(range(gpus))
+    elif isinstance(gpus, Sequence) and not isinstance(gpus, str):
+        ids = tuple(gpus)
+    else:
+        raise DeviceError(
+            f"Asked for gpus={gpus!r}; found a {type(gpus).__name__}. "
+            "Give a number of GPUs (gpus=2) or a list of their ids (gpus=[0, 2])."
+        )
+    if not ids:
+        raise DeviceError(
+            "Asked for gpus=[]: no GPU at all. Name at least one id, or leave gpus= out to take "
+            "all."
+        )
+    for i in ids:
+        if not isinstance(i, int) or isinstance(i, bool):
+            raise DeviceError(f"Asked for gpus={gpus!r}; {i!r} is not a GPU id. Ids are integers.")
+    if len(set(ids)) != len(ids):
+        raise DeviceError(f"Asked for gpus={gpus!r}, which repeats an id. Name each GPU once.")
+    if any(i not in range(available) for i in ids):
+        raise DeviceError(
+            f"Asked for GPUs {list(ids)}; this machine has {list(range(available))}. "
+            "Choose among those, or leave gpus= out to take all."
+            if available
+            else f"Asked for GPUs {list(ids)}; the backend sees no GPU on this machine. Ask for "
+            f"replicas={len(ids)} to train on CPU replicas, or set {SIMULATED_GPUS}={max(ids) + 1} "
+            "to rehearse."
+        )
+    return ids
+
+
+def _check_count(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise DeviceError(f"Asked for {name}={value!r}. Give a whole number of at least 1.")
+
+
+def _count_from_environment(name: str, *, minimum: int) -> int | None:
+    text = os.environ.get(name, "").strip()
+    if not text:
+        return None
+    if not text.isascii() or not text.isdigit() or int(text) < minimum:
+        raise DeviceError(
+            f"Found {name}={text!r} in the environment. "
+            f"Set it to a whole number of at least {minimum}, or unset it."
+        )
+    return int(text)

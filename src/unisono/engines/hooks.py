@@ -1,0 +1,26 @@
+"""Bind an engine's versions of methods to one object, leaving its class alone.
+
+The class stays the user's, so files, pickles, clones and `isinstance` see an ordinary Keras
+object. Writing to the instance dictionary keeps the trackers of Keras, TensorFlow and torch, all
+of which intercept attribute assignment, from recording a function as part of the model.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+
+def bind(target: Any, name: str, function: Callable[..., Any]) -> None:
+    """Make `target.name(...)` call `function(...)`; the class's own method stays reachable."""
+    vars(target)[name] = function
+
+
+def unbind(target: Any, *names: str) -> None:
+    """Give the class's own methods back."""
+    for name in names:
+        vars(target).pop(name, None)
+
+
+def original(target: Any, name: str) -> Callable[..., Any]:
+    """The method that the class itself defines, bound to the object."""
+    method: Callable[..., Any] = getattr(type(target), name).__get__(target)
+    return method

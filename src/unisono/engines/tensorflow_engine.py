@@ -1,0 +1,352 @@
+"""TensorFlow: one process, tf.distribute runs the replicas of a step.
+
+The model is adopted where it stands: each Keras variable's tf.Variable becomes a MirroredVariable
+whose copies are written by their own replica (aggregation NONE), and gradients are summed at the
+entry of `optimizer.apply`. The data pipeline stays a plain tf.data iterator; a step slices the
+global batch itself. Only the replica context's all_reduce and all_gather are used, so the same
+code runs under a multi-worker strategy.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.tensorflow.optimizer import TFOptimizer
+from keras.src.optimizers.base_optimizer import BaseOptimizer
+from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
+
+from unisono.data import share_bounds
+from unisono.devices import Placement
+from unisono.engines.hooks import bind, original, unbind
+from unisono.engines.replication import (
+    SEED_STRIDE,
+    Replication,
+    StepState,
+    optimizers_of,
+    seed_states,
+)
+from unisono.errors import StartedError
+
+_STEPS = ("train_step", "test_step")
+_HOOKS = (*_STEPS, "predict_step", "_maybe_symbolic_build")
+# Keras' TensorFlow optimizer reduces and merges by itself in these; we have reduced already.
+_OPTIMIZER_PARTS = (
+    "_backend_update_step",
+    "_apply_weight_decay",
+    "_overwrite_model_variables_with_average_value",
+    "_backend_increment_gradient_accumulators",
+)
+_running = threading.local()
+
+
+class TensorFlowEngine:
+    """Replicas under a mirrored strategy."""
+
+    backend = "tensorflow"
+
+    def num_gpus(self) -> int:
+        return len(tf.config.list_physical_devices("GPU"))
+
+    def prepare(self, placement: Placement) -> None:
+        if placement.kind != "cpu" or placement.num_replicas == 1:
+            return
+        count = max(placement.indices) + 1
+        found = len(tf.config.list_logical_devices("CPU"))
+        if found < count:
+            raise StartedError(
+                f"Asked for {count} CPU replicas; TensorFlow has started with {found} CPU "
+                "device(s), and their number is fixed from then on. Move `import unisono` above "
+                "the first line that uses TensorFlow (building a model, making a tensor or a data "
+                f"set), or set UNISONO_REPLICAS={count} before the start."
+            )
+
+    def adopt(
+        self, model: keras.Model, placement: Placement, *, sync_batch_norm: bool
+    ) -> "SingleReplica | TensorFlowReplicas":
+        if placement.num_replicas == 1 and placement.indices == (0,):
+            return SingleReplica(placement, sync_batch_norm)
+        return TensorFlowReplicas(model, placement, sync_batch_norm=sync_batch_norm)
+
+
+class SingleReplica:
+    """One replica on the default device: plain Keras, with nothing added."""
+
+    def __init__(self, placement: Placement, sync_batch_norm: bool) -> None:
+        self.placement = placement
+        self.sync_batch_norm = sync_batch_norm
+
+    def release(self) -> None:
+        """There is nothing to undo."""
+
+
+class MirroredStrategy(tf.distribute.MirroredStrategy):
+    """TensorFlow's, but inside a step Keras must not divide losses by the number of replicas."""
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        return 1 if current_replica() is not None else super().num_replicas_in_sync
+
+
+class TensorFlowReplicas:
+    """A model whose variables are mirrored and whose steps run on every replica."""
+
+    def __init__(
+        self,
+        model: keras.Model,
+        placement: Placement,
+        *,
+        sync_batch_norm: bool,
+        strategy: tf.distribute.Strategy | None = None,
+    ) -> None:
+        self.placement = placement
+        self.sync_batch_norm = sync_batch_norm
+        kind = placement.kind.upper()
+        self._strategy = strategy or MirroredStrategy([f"{kind}:{i}" for i in placement.indices])
+        self._num_replicas = placement.num_replicas
+        self._model = model
+        self._replication = Replication(model, current_replica, sync_batch_norm=sync_batch_norm)
+        self._own_jit_compile = model._jit_compile
+        for name in _STEPS:
+            bind(model, name, self._step(name))
+        bind(model, "predict_step", self._predict_step)
+        bind(model, "_maybe_symbolic_build", self._build)
+        self._forget_functions()
+        self._mirror()
+
+    def release(self) -> None:
+        self._replication.release()
+        unbind(self._model, *_HOOKS)
+        for optimizer in _with_inner(optimizers_of(self._model)):
+            unbind(optimizer, *_OPTIMIZER_PARTS, "_tf_apply")
+        self._replace_variables(_plain_copy)
+        self._model._jit_compile = self._own_jit_compile
+        self._forget_functions()
+
+    def _forget_functions(self) -> None:
+        self._model.train_function = None
+        self._model.test_function = None
+        self._model.predict_function = None
+
+    # -- adopting ------------------------------------------------------------------------------
+
+    def _build(self, iterator: Any = None, data_batch: Any = None) -> None:
+        """Create all variables before a step is traced, where replicas could not."""
+        if data_batch is None:
+            for _, _, batches in iterator:
+                data_batch = next(batches)
+                break
+        self._model._symbolic_build(data_batch=data_batch)
+        self._mirror()
+
+    def _mirror(self) -> None:
+        self._model._jit_compile = False  # XLA cannot span the devices of a strategy.
+        self._replication.prepare()
+        for optimizer in _with_inner(optimizers_of(self._model)):
+            for name in _OPTIMIZER_PARTS:
+                if getattr(type(optimizer), name) is getattr(TFOptimizer, name):
+                    bind(optimizer, name, getattr(BaseOptimizer, name).__get__(optimizer))
+            if isinstance(optimizer, LossScaleOptimizer):
+                bind(optimizer, "_tf_apply", optimizer._common_apply)
+        with tf.init_scope():
+            self._replace_variables(self._mirrored_copy)
+            for state in seed_states(self._model):
+                self._spread_seed(state)
+
+    def _replace_variables(self, copy: Callable[[Any], Any]) -> None:
+        """Give every variable a new tf.Variable, and optimizers the keys that go with them."""
+        model = self._model
+        optimizers = list(_with_inner(optimizers_of(model)))
+        keys_before = {id(o): [o._var_key(v) for v in o._trainable_variables] for o in optimizers}
+        variables = [*model.variables, *model.metrics_variables]
+        for optimizer in optimizers:
+            variables += optimizer.variables
+        for variable in variables:
+            if variable._value is not None:
+                variable._value = copy(variable)
+        for optimizer in optimizers:
+            keys = [optimizer._var_key(v) for v in optimizer._trainable_variables]
+            renamed = dict(zip(keys_before[id(optimizer)], keys, strict=True))
+            if optimizer._trainable_variables_indices:
+                optimizer._trainable_variables_indices = {key: i for i, key in enumerate(keys)}
+            excluded = getattr(optimizer, "_exclude_from_weight_decay", None)
+            if excluded:
+                optimizer._exclude_from_weight_decay = {renamed.get(k, k) for k in excluded}
+
+    def _mirrored_copy(self, variable: Any) -> Any:
+        if isinstance(variable._value, tf.distribute.DistributedValues):
+            return variable._value
+        with self._strategy.scope():
+            return tf.Variable(
+                variable._value.numpy(),
+                dtype=variable._value.dtype,
+                trainable=variable.trainable,
+                name=variable.name,
+                aggregation=tf.VariableAggregation.NONE,
+                synchronization=tf.VariableSynchronization.ON_WRITE,
+            )
+
+    def _spread_seed(self, state: Any) -> None:
+        """Replicas other than the first draw from streams of their own."""
+        values = state._value.values
+        first = values[0].numpy()
+        for replica, value in enumerate(values[1:], start=1):
+            value.assign([first[0] + replica * SEED_STRIDE, first[1]])
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def _step(self, name: str) -> Callable[[Any], Any]:
+        def step(data: Any) -> Any:
+            def on_replica() -> Any:
+                return self._replication.run(name, _running.replica.own_rows(data))
+
+            return self._first(self._run(on_replica, data))
+
+        return step
+
+    def _predict_step(self, data: Any) -> Any:
+        if not self._model.built:
+            self._build_for_prediction(data)
+
+        def on_replica() -> Any:
+            return original(self._model, "predict_step")(_running.replica.own_rows(data))
+
+        num_rows = _num_rows(data)
+
+        def join(value: Any) -> Any:
+            parts = self._strategy.experimental_local_results(value)
+            return tf.concat(parts, axis=0)[:num_rows]
+
+        return keras.tree.map_structure(join, self._run(on_replica, data))
+
+    def _build_for_prediction(self, data: Any) -> None:
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        spec = keras.tree.map_structure(
+            lambda t: keras.KerasTensor(t.shape, keras.backend.standardize_dtype(t.dtype)), x
+        )
+        with tf.init_scope():
+            keras.src.backend.compute_output_spec(self._model, spec, training=False)
+        self._mirror()
+
+    def _run(self, on_replica: Callable[[], Any], data: Any) -> Any:
+        num_rows = _num_rows(data)
+
+        def run() -> Any:
+            _running.replica = TensorFlowReplica(num_rows, self._num_replicas)
+            try:
+                return on_replica()
+            finally:
+                _running.replica = None
+
+        return self._strategy.run(run)
+
+    def _first(self, values: Any) -> Any:
+        return keras.tree.map_structure(
+            lambda value: self._strategy.experimental_local_results(value)[0], values
+        )
+
+
+class TensorFlowReplica:
+    """One replica of tf.distribute in the middle of a step; see replication.Replica."""
+
+    def __init__(self, num_rows: Any, num_replicas: int) -> None:
+        self.state = StepState()
+        self._context = tf.distribute.get_replica_context()
+        self._index = self._context.replica_id_in_sync_group
+        self._num_rows = num_rows
+        start, stop = share_bounds(num_rows, num_replicas, self._index)
+        # A batch smaller than the replicas runs whole on each.
+        is_whole = num_rows < num_replicas
+        self._start = tf.where(is_whole, 0, start)
+        self._stop = tf.where(is_whole, num_rows, stop)
+        rows = tf.cast(self._stop - self._start, tf.float32)
+        fraction = rows / tf.cast(num_rows, tf.float32)
+        self.share = tf.where(is_whole, 1.0 / num_replicas, fraction)
+        self.metric_factor = tf.where(is_whole, 1.0 / num_replicas, 1.0)
+        self._gradient_scale = tf.where(is_whole, 1.0, 1.0 / self.share)
+        self._rows_after = tf.where(is_whole, self._stop, num_rows)
+
+    def own_rows(self, data: Any) -> Any:
+        def rows(leaf: Any) -> Any:
+            if leaf is None:
+                return None
+            if isinstance(leaf, tf.SparseTensor):
+                begin = tf.concat([[self._start], tf.zeros_like(leaf.dense_shape[1:], tf.int32)], 0)
+                size = tf.concat([[self._stop - self._start], tf.cast(leaf.dense_shape[1:], tf.int32)], 0)
+                return tf.sparse.slice(leaf, tf.cast(begin, tf.int64), tf.cast(size, tf.int64))
+            return leaf[self._start : self._stop]
+
+        # Sliced before it travels: a device gets its own rows only.
+        with tf.device("CPU:0"):
+            return keras.tree.map_structure(rows, data)
+
+    def gather_rows(self, x: Any) -> Any:
+        is_bool = x.dtype == tf.bool
+        every = self._context.all_gather(tf.cast(x, tf.int32) if is_bool else x, axis=0)
+        every = tf.stop_gradient(tf.cast(every, x.dtype))
+        return tf.concat([every[: self._start], x, every[self._stop : self._rows_after]], axis=0)
+
+    def with_global_gradient(self, loss: Any) -> Any:
+        scaled = loss * tf.cast(self._gradient_scale, loss.dtype)
+        return scaled + tf.stop_gradient(loss - scaled)
+
+    def stack(self, x: Any) -> Any:
+        @tf.custom_gradient
+        def stacked(x: Any) -> Any:
+            every = self._context.all_gather(x[tf.newaxis], axis=0)
+
+            def gradient(upstream: Any) -> Any:
+                share = tf.cast(self.share, upstream.dtype)
+                return self.total([upstream * share])[0][self._index] / share
+
+            return every, gradient
+
+        return stacked(x)
+
+    def total(self, tensors: Sequence[Any]) -> list[Any]:
+        if not tensors:
+            return []
+        return list(self._context.all_reduce(tf.distribute.ReduceOp.SUM, list(tensors)))
+
+    def reduce_gradients(self, gradients: Sequence[Any]) -> list[Any]:
+        known = [self._weighted(g) for g in gradients if g is not None]
+        totals = iter(self.total(known))
+        return [None if g is None else next(totals) for g in gradients]
+
+    def _weighted(self, gradient: Any) -> Any:
+        share = tf.cast(self.share, gradient.dtype)
+        if isinstance(gradient, tf.IndexedSlices):
+            # Kept sparse: Keras' optimizers update only the rows that were used.
+            return tf.IndexedSlices(
+                gradient.values * share, gradient.indices, gradient.dense_shape
+            )
+        return gradient * share
+
+
+def current_replica() -> TensorFlowReplica | None:
+    """The replica whose step this thread is tracing or running."""
+    return getattr(_running, "replica", None)
+
+
+def _num_rows(data: Any) -> Any:
+    leaf = next(leaf for leaf in keras.tree.flatten(data) if leaf is not None)
+    if isinstance(leaf, tf.SparseTensor):
+        return tf.cast(leaf.dense_shape[0], tf.int32)
+    return leaf.nrows(tf.int32) if isinstance(leaf, tf.RaggedTensor) else tf.shape(leaf)[0]
+
+
+def _plain_copy(variable: Any) -> Any:
+    return tf.Variable(
+        variable._value.numpy(),
+        dtype=variable._value.dtype,
+        trainable=variable.trainable,
+        name=variable.name,
+    )
+
+
+def _with_inner(optimizers: Iterator[Any]) -> Iterator[Any]:
+    for optimizer in optimizers:
+        yield optimizer
+        if isinstance(optimizer, LossScaleOptimizer):
+            yield optimizer.inner_optimizer

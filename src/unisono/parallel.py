@@ -1,0 +1,140 @@
+"""The public call: put a model on every device of this machine, in place."""
+
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from unisono import devices
+from unisono.data import nearest_divisible
+from unisono.devices import Placement
+from unisono.engines import Adopted, load_engine
+from unisono.engines.hooks import bind, original, unbind
+from unisono.errors import ModelError
+
+if TYPE_CHECKING:
+    import keras
+
+_ADOPTED = "_unisono"
+
+
+def parallel(
+    model: "keras.Model",
+    *,
+    replicas: int | None = None,
+    gpus: int | Sequence[int] | None = None,
+    sync_batch_norm: bool = True,
+) -> "keras.Model":
+    """Train a Keras model on several devices of this machine; returns the model itself.
+
+    Without arguments every GPU is used, or one replica where there is none. `replicas=4` takes
+    four GPUs, or four CPU replicas on a machine without GPUs; `gpus=[0, 2]` takes those two. The
+    batch given to `fit` stays the global batch, and the result is that of one device.
+
+    >>> import keras, numpy as np
+    >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    >>> model = parallel(model, replicas=2)
+    >>> model.compile("sgd", "mse")
+    >>> history = model.fit(np.ones((8, 4)), np.ones((8, 1)), batch_size=4, verbose=0)
+    unisono: ... 2 replicas on cpu 0, 1; global batch 4 = 2 x 2 per replica
+    """
+    import keras
+
+    if not isinstance(model, keras.Model):
+        raise ModelError(
+            f"Asked to parallelize a {type(model).__name__}; unisono.parallel takes a keras.Model "
+            "(Sequential, functional or subclassed). Pass the model itself."
+        )
+    engine = load_engine(keras.backend.backend())
+    # Counting GPUs starts a backend, so only ask where the answer matters.
+    num_visible = 0 if devices.simulated_gpus() else engine.num_gpus()
+    placement = devices.choose(replicas=replicas, gpus=gpus, num_visible_gpus=num_visible)
+    before: Adopted | None = vars(model).get(_ADOPTED)
+    if before is not None:
+        if (before.placement, before.sync_batch_norm) == (placement, sync_batch_norm):
+            return model
+        engine.prepare(placement)
+        release(model)
+    else:
+        engine.prepare(placement)
+    bind(model, _ADOPTED, engine.adopt(model, placement, sync_batch_norm=sync_batch_norm))
+    _announce_at_first_fit(model, placement, engine.backend)
+    return model
+
+
+def release(model: "keras.Model") -> "keras.Model":
+    """Give a parallel model back to plain Keras on one device, with its present values.
+
+    >>> import keras
+    >>> model = parallel(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]), replicas=2)
+    >>> release(model) is model
+    True
+    """
+    adopted: Adopted | None = vars(model).get(_ADOPTED)
+    if adopted is not None:
+        adopted.release()
+        unbind(model, _ADOPTED, "fit")
+    return model
+
+
+def _announce_at_first_fit(model: Any, placement: Placement, backend: str) -> None:
+    def fit(
+        x: Any = None, y: Any = None, batch_size: int | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        unbind(model, "fit")
+        global_batch = _global_batch(x, batch_size, kwargs.get("steps_per_epoch"))
+        print(_announcement(backend, placement, global_batch), flush=True)
+        _warn_of_batch(global_batch, placement, backend)
+        return original(model, "fit")(x, y, batch_size, *args, **kwargs)
+
+    bind(model, "fit", fit)
+
+
+def _announcement(backend: str, placement: Placement, global_batch: int | None) -> str:
+    count = placement.num_replicas
+    noun = "replica" if count == 1 else "replicas"
+    line = f"unisono: {backend}, {count} {noun} on {placement}; global batch "
+    if global_batch is None:
+        return line + f"as the data yields it, 1/{count} of it per replica"
+    if global_batch % count == 0:
+        return line + f"{global_batch} = {count} x {global_batch // count} per replica"
+    return line + f"{global_batch}, about {global_batch / count:.1f} per replica"
+
+
+def _warn_of_batch(global_batch: int | None, placement: Placement, backend: str) -> None:
+    count = placement.num_replicas
+    if global_batch is None or global_batch % count == 0:
+        return
+    better = nearest_divisible(global_batch, count)
+    if global_batch < count:
+        warnings.warn(
+            f"A global batch of {global_batch} is smaller than the {count} replicas, so replicas "
+            f"idle. Use a batch_size of {better} or more, or fewer replicas.",
+            stacklevel=4,
+        )
+    elif backend == "jax":
+        warnings.warn(
+            f"A global batch of {global_batch} does not divide by {count} replicas; on JAX every "
+            f"replica then computes all of it, which is exact but no faster. Use batch_size="
+            f"{better}.",
+            stacklevel=4,
+        )
+
+
+def _global_batch(x: Any, batch_size: int | None, steps_per_epoch: int | None) -> int | None:
+    """The global batch that `fit` will use, or None where only the data knows."""
+    from keras.src.trainers.data_adapters.array_data_adapter import can_convert_arrays
+
+    if not can_convert_arrays(x):
+        spec = getattr(x, "element_spec", None)
+        shapes = [leaf.shape for leaf in _leaves(spec) if getattr(leaf, "shape", None)]
+        return shapes[0][0] if shapes else getattr(x, "batch_size", None)
+    num_samples: int = next(leaf.shape[0] for leaf in _leaves(x))
+    if not batch_size:
+        batch_size = -(-num_samples // steps_per_epoch) if steps_per_epoch else 32
+    return min(batch_size, num_samples)
+
+
+def _leaves(structure: Any) -> list[Any]:
+    import keras
+
+    return [leaf for leaf in keras.tree.flatten(structure) if leaf is not None]
