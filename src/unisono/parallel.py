@@ -8,7 +8,7 @@ from unisono import devices
 from unisono.data import nearest_divisible
 from unisono.devices import Placement
 from unisono.engines import Adopted, load_engine
-from unisono.engines.hooks import bind, original, unbind
+from unisono.engines.hooks import bind, unbind
 from unisono.errors import ModelError
 
 if TYPE_CHECKING:
@@ -45,9 +45,7 @@ def parallel(
             "(Sequential, functional or subclassed). Pass the model itself."
         )
     engine = load_engine(keras.backend.backend())
-    # Counting GPUs starts a backend, so only ask where the answer matters.
-    num_visible = 0 if devices.simulated_gpus() else engine.num_gpus()
-    placement = devices.choose(replicas=replicas, gpus=gpus, num_visible_gpus=num_visible)
+    placement = devices.choose(replicas=replicas, gpus=gpus, num_visible_gpus=count_gpus())
     before: Adopted | None = vars(model).get(_ADOPTED)
     if before is not None:
         if (before.placement, before.sync_batch_norm) == (placement, sync_batch_norm):
@@ -56,7 +54,7 @@ def parallel(
         release(model)
     else:
         engine.prepare(placement)
-    bind(model, _ADOPTED, engine.adopt(model, placement, sync_batch_norm=sync_batch_norm))
+    vars(model)[_ADOPTED] = engine.adopt(model, placement, sync_batch_norm=sync_batch_norm)
     _announce_at_first_fit(model, placement, engine.backend)
     return model
 
@@ -76,15 +74,27 @@ def release(model: "keras.Model") -> "keras.Model":
     return model
 
 
+def count_gpus() -> int:
+    """How many GPUs the chosen Keras backend sees here; simulated ones count."""
+    import keras
+
+    # Counting real ones starts a backend, so only ask where the answer matters.
+    return devices.simulated_gpus() or load_engine(keras.backend.backend()).num_gpus()
+
+
 def _announce_at_first_fit(model: Any, placement: Placement, backend: str) -> None:
+    fit_of_engine = vars(model).get("fit")
+
     def fit(
         x: Any = None, y: Any = None, batch_size: int | None = None, *args: Any, **kwargs: Any
     ) -> Any:
         unbind(model, "fit")
+        if fit_of_engine is not None:
+            bind(model, "fit", fit_of_engine)
         global_batch = _global_batch(x, batch_size, kwargs.get("steps_per_epoch"))
         print(_announcement(backend, placement, global_batch), flush=True)
         _warn_of_batch(global_batch, placement, backend)
-        return original(model, "fit")(x, y, batch_size, *args, **kwargs)
+        return model.fit(x, y, batch_size, *args, **kwargs)
 
     bind(model, "fit", fit)
 

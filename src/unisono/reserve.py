@@ -1,4 +1,4 @@
-"""Reserve virtual CPU devices before TensorFlow starts, so that CPU replicas can be asked for later.
+"""Reserve virtual CPU devices before TensorFlow starts, for CPU replicas asked for later.
 
 TensorFlow fixes its devices when it starts, and building a model starts it, while users build
 first and call `parallel` after. So `import unisono` sets the number where TensorFlow is imported

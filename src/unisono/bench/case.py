@@ -5,8 +5,9 @@ model back) and once on `unisono.parallel`. What both return is compared in comp
 """
 
 import gc
+import re
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,15 +76,18 @@ def run_case(case: Case, adopt: Adopt) -> Results:
 def state_of(model: Any) -> Results:
     """Every weight and optimizer variable of the model, by position."""
     return {
-        "weights": {f"{i} {v.name}": to_numpy(v) for i, v in enumerate(model.weights)},
+        "weights": by_position(model.weights),
         "optimizer": optimizer_state(getattr(model, "optimizer", None)),
     }
 
 
 def optimizer_state(optimizer: Any) -> Results:
-    if optimizer is None:
-        return {}
-    return {f"{i} {v.name}": to_numpy(v) for i, v in enumerate(optimizer.variables)}
+    return {} if optimizer is None else by_position(optimizer.variables)
+
+
+def by_position(variables: Iterable[Any]) -> Results:
+    """Values by position and name, without the numbers that Keras counts up in a process."""
+    return {f"{i} {re.sub(r'_[0-9]+', '', v.name)}": to_numpy(v) for i, v in enumerate(variables)}
 
 
 def to_numpy(value: Any) -> np.ndarray[Any, Any]:

@@ -5,13 +5,27 @@ object. Writing to the instance dictionary keeps the trackers of Keras, TensorFl
 of which intercept attribute assignment, from recording a function as part of the model.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 
 def bind(target: Any, name: str, function: Callable[..., Any]) -> None:
     """Make `target.name(...)` call `function(...)`; the class's own method stays reachable."""
-    vars(target)[name] = function
+    vars(target)[name] = _Hook(function)
+
+
+class _Hook:
+    """A function of ours on somebody else's object, recognizable when the object is carried."""
+
+    is_unisono_hook = True
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
 
 
 def unbind(target: Any, *names: str) -> None:

@@ -51,9 +51,7 @@ class JaxEngine:
 class JaxReplicas:
     """A model whose state is replicated over a mesh and whose batches are split over it."""
 
-    def __init__(
-        self, model: keras.Model, placement: Placement, *, sync_batch_norm: bool
-    ) -> None:
+    def __init__(self, model: keras.Model, placement: Placement, *, sync_batch_norm: bool) -> None:
         self.placement = placement
         self.sync_batch_norm = sync_batch_norm
         self._model = model

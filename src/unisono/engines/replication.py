@@ -89,7 +89,7 @@ class Replica(Protocol):
     def total(self, tensors: Sequence[Any]) -> list[Any]:
         """Sums over replicas."""
 
-    def reduce_gradients(self, gradients: Sequence[Any]) -> list[Any]:
+    def reduce_gradients(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Sums over replicas weighted by share; None where no replica has a gradient."""
 
 
@@ -210,7 +210,9 @@ class Replication:
         grads: Sequence[Any],
         trainable_variables: Any = None,
     ) -> Any:
-        return plain(replica.reduce_gradients(list(grads)), trainable_variables)
+        variables = trainable_variables
+        variables = optimizer._trainable_variables if variables is None else list(variables)
+        return plain(replica.reduce_gradients(list(grads), variables), trainable_variables)
 
     def _get_metrics_result(self) -> Any:
         replica = self._current()
@@ -308,7 +310,9 @@ def _drifting_variables(model: keras.Model, sync_batch_norm: bool) -> Iterator[A
 
 def _start_metrics(model: keras.Model, state: StepState) -> None:
     """Set metrics to zero, so that what a step adds can be told apart and loses no digits."""
-    state.metric_variables = [(v, metric) for metric in _leaf_metrics(model) for v in metric.variables]
+    state.metric_variables = [
+        (v, metric) for metric in _leaf_metrics(model) for v in metric.variables
+    ]
     state.values_before = [ops.copy(v.value) for v, _ in state.metric_variables]
     state.is_reduced = False
     for variable, metric in state.metric_variables:

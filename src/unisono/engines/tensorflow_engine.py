@@ -273,7 +273,9 @@ class TensorFlowReplica:
                 return None
             if isinstance(leaf, tf.SparseTensor):
                 begin = tf.concat([[self._start], tf.zeros_like(leaf.dense_shape[1:], tf.int32)], 0)
-                size = tf.concat([[self._stop - self._start], tf.cast(leaf.dense_shape[1:], tf.int32)], 0)
+                size = tf.concat(
+                    [[self._stop - self._start], tf.cast(leaf.dense_shape[1:], tf.int32)], 0
+                )
                 return tf.sparse.slice(leaf, tf.cast(begin, tf.int64), tf.cast(size, tf.int64))
             return leaf[self._start : self._stop]
 
@@ -309,7 +311,7 @@ class TensorFlowReplica:
             return []
         return list(self._context.all_reduce(tf.distribute.ReduceOp.SUM, list(tensors)))
 
-    def reduce_gradients(self, gradients: Sequence[Any]) -> list[Any]:
+    def reduce_gradients(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         known = [self._weighted(g) for g in gradients if g is not None]
         totals = iter(self.total(known))
         return [None if g is None else next(totals) for g in gradients]
@@ -318,9 +320,7 @@ class TensorFlowReplica:
         share = tf.cast(self.share, gradient.dtype)
         if isinstance(gradient, tf.IndexedSlices):
             # Kept sparse: Keras' optimizers update only the rows that were used.
-            return tf.IndexedSlices(
-                gradient.values * share, gradient.indices, gradient.dense_shape
-            )
+            return tf.IndexedSlices(gradient.values * share, gradient.indices, gradient.dense_shape)
         return gradient * share
 
 

@@ -1,0 +1,66 @@
+"""`keras.utils.multi_gpu_model`, which Keras removed in 2020, as scripts still call it."""
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from unisono.errors import DeviceError
+from unisono.parallel import count_gpus, parallel
+
+if TYPE_CHECKING:
+    import keras
+
+
+def multi_gpu_model(
+    model: "keras.Model",
+    gpus: int | Sequence[int] | None = None,
+    cpu_merge: bool = True,
+    cpu_relocation: bool = False,
+) -> "keras.Model":
+    """Replicate a model on several GPUs, as Keras 2.0.9 to 2.3.1 did; compile it afterwards.
+
+    A falsy `gpus` means every visible GPU, an integer the first ones, a list those ids. Fewer than
+    two GPUs, or GPUs that do not exist, raise ValueError, so `try: ... except ValueError: pass`
+    falls back to one device. `cpu_merge` is accepted and has nothing left to choose;
+    `cpu_relocation=True` works on a clone, so the template no longer shares its weights.
+
+    >>> import keras
+    >>> template = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    >>> multi_gpu_model(template, gpus=1)
+    Traceback (most recent call last):
+    ...
+    unisono.errors.DeviceError: For multi-gpu usage to be effective, call `multi_gpu_model` with \
+`gpus >= 2`. Received: `gpus=1`
+    """
+    available = count_gpus()
+    ids = _gpu_ids(gpus, available)
+    missing = [i for i in ids if i not in range(available)]
+    if missing:
+        raise DeviceError(
+            f"To call `multi_gpu_model` with `gpus={gpus}`, we expect the following devices to be "
+            f"available: {_names(ids)}. However this machine only has: "
+            f"{_names(range(available))}. Try reducing `gpus`."
+        )
+    if cpu_relocation:
+        import keras
+
+        relocated = keras.models.clone_model(model)
+        relocated.set_weights(model.get_weights())
+        model = relocated
+    return parallel(model, gpus=ids)
+
+
+def _gpu_ids(gpus: int | Sequence[int] | None, available: int) -> list[int]:
+    hint = "For multi-gpu usage to be effective, call `multi_gpu_model` with "
+    if gpus and not isinstance(gpus, int):
+        ids = list(gpus)
+        if len(ids) < 2:
+            raise DeviceError(f"{hint}`len(gpus) >= 2`. Received: `gpus={gpus}`")
+        return ids
+    count = gpus if isinstance(gpus, int) and gpus else available
+    if count < 2:
+        raise DeviceError(f"{hint}`gpus >= 2`. Received: `gpus={gpus or count}`")
+    return list(range(count))
+
+
+def _names(ids: Iterable[int]) -> list[str]:
+    return ["/cpu:0", *(f"/gpu:{i}" for i in ids)]

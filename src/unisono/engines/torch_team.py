@@ -1,0 +1,209 @@
+"""The processes of the other torch replicas, seen from the first: started, fed and ended.
+
+One team per placement serves every model on it and is started again when it has ended. Rows of a
+batch are written once into memory that all processes see; only their place in it is sent.
+"""
+
+import atexit
+import contextlib
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+import keras
+import numpy as np
+import torch
+from keras.src.backend.torch.core import get_device
+
+from unisono.devices import Placement
+from unisono.engines.torch_group import Group, PeerLost
+from unisono.errors import WorkerError
+from unisono.launch.channel import SharedMemory
+from unisono.launch.workers import Workers
+
+_START_TIMEOUT_S = 180.0
+_ALIGNMENT = 64
+_teams: dict[Placement, "Team"] = {}
+
+
+class Team:
+    """The worker processes of one placement, shared by all models on it."""
+
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
+        self.workers: Workers | None = None
+        self._group: Group | None = None
+        self._memory: SharedMemory | None = None
+        self._half = 0
+        self._folder = ""
+        self._begin()
+
+    @classmethod
+    def of(cls, placement: Placement) -> "Team":
+        if placement not in _teams:
+            _teams[placement] = cls(placement)
+        return _teams[placement]
+
+    def start(self) -> Group:
+        """The group of all replicas; workers are started again if they have ended."""
+        if self._group is not None and self.workers is not None and self.workers.are_alive:
+            return self._group
+        if self.workers is None or not self.workers.are_alive:
+            self.end()
+            self._begin()
+        assert self.workers is not None
+        for answer in self.workers.receive(_START_TIMEOUT_S):
+            if answer != "ready":
+                _, data, text = answer
+                raise _worker_error(1, data, text)
+        store = os.path.join(self._folder, "store")
+        self._group = Group(store, 0, self._placement.num_replicas, default_device())
+        return self._group
+
+    def tell(self, *command: Any) -> None:
+        assert self.workers is not None
+        self.workers.send(command)
+
+    def share(self, data: Any, num_rows: int) -> Any:
+        """Write the other replicas' rows into shared memory; says what lies where."""
+        leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
+        needed = sum(leaf.numel() * leaf.element_size() + _ALIGNMENT for leaf in leaves)
+        if self._memory is None or 2 * needed > self._memory.num_bytes:
+            self._give_memory(4 * needed)
+        memory = self._memory
+        assert memory is not None
+        # In turns: workers may still read the rows of the step before.
+        self._half = 1 - self._half
+        offset = self._half * (memory.num_bytes // 2)
+        first = num_rows // self._placement.num_replicas
+
+        def write(leaf: Any) -> Any:
+            nonlocal offset
+            if leaf is None:
+                return None
+            offset = -(-offset // _ALIGNMENT) * _ALIGNMENT
+            place = Place(offset, tuple(leaf.shape), leaf.dtype, is_split(leaf, num_rows))
+            offset += leaf.numel() * leaf.element_size()
+            view, source = place.view(memory), leaf.detach()
+            if place.is_split:
+                view, source = view[first:], source[first:]
+            view.copy_(source)
+            return place
+
+        return keras.tree.map_structure(write, data)
+
+    def explain(self, error: BaseException) -> BaseException:
+        """End all workers after an error; the error that started it."""
+        told = None
+        if isinstance(error, (PeerLost, WorkerError)) and self.workers is not None:
+            told = self.workers.pending(timeout_s=3.0)
+            if told is None:
+                ended = [worker for worker in self.workers if not worker.is_alive]
+                lost = (ended or list(self.workers))[0]
+                error = WorkerError(
+                    f"{lost.how_it_ended()} The model keeps its values as of the last whole step; "
+                    "call fit again to go on with new processes."
+                )
+        self.end(at_once=True)
+        if told is not None:
+            worker, (_, data, text) = told
+            return _worker_error(worker.rank, data, text)
+        return error
+
+    def forget(self, number: int) -> None:
+        """Drop a model in all workers, if they can still be told."""
+        if self._group is not None and self.workers is not None and self.workers.are_alive:
+            with contextlib.suppress(WorkerError):
+                self.tell("forget", number)
+
+    def end(self, *, at_once: bool = False) -> None:
+        if self.workers is not None:
+            (self.workers.kill if at_once else self.workers.end)()
+        self.workers = None
+        self._group = None
+        if self._memory is not None:
+            self._memory.close()
+        self._memory = None
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _begin(self) -> None:
+        self._folder = tempfile.mkdtemp(prefix="unisono-")
+        count = self._placement.num_replicas
+        self.workers = Workers(
+            "unisono.engines.torch_worker",
+            count,
+            [os.path.join(self._folder, "store")],
+            [_worker_environment(self._placement, rank) for rank in range(1, count)],
+        )
+
+    def _give_memory(self, num_bytes: int) -> None:
+        assert self.workers is not None
+        if self._memory is not None:
+            self._memory.close()
+        self._memory = SharedMemory.create(num_bytes)
+        self.tell("memory")
+        for worker in self.workers:
+            worker.channel.send_memory(self._memory)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor of the global batch lies in shared memory."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_split: bool
+    """Whether it has one row a sample, of which a replica reads its own."""
+
+    def view(self, memory: SharedMemory) -> torch.Tensor:
+        count = int(np.prod(self.shape, dtype=np.int64))
+        if not count:
+            return torch.empty(self.shape, dtype=self.dtype)
+        flat = torch.frombuffer(memory.buffer, dtype=self.dtype, count=count, offset=self.offset)
+        return flat.view(self.shape)
+
+
+def default_device() -> torch.device:
+    """The device that Keras puts tensors on."""
+    return torch.device(get_device())
+
+
+def is_split(leaf: torch.Tensor, num_rows: int) -> bool:
+    return leaf.ndim > 0 and len(leaf) == num_rows
+
+
+def threads_per_replica(num_replicas: int) -> int:
+    return max(1, len(os.sched_getaffinity(0)) // num_replicas)
+
+
+def _worker_environment(placement: Placement, rank: int) -> dict[str, str]:
+    env = {"KERAS_BACKEND": "torch"}
+    if placement.kind == "gpu":
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        index = placement.indices[rank]
+        env["CUDA_VISIBLE_DEVICES"] = visible[index] if visible != [""] else str(index)
+    else:
+        env["OMP_NUM_THREADS"] = str(threads_per_replica(placement.num_replicas))
+    return env
+
+
+def _worker_error(rank: int, data: bytes | None, text: str) -> BaseException:
+    """A worker's exception as it was raised there, with its traceback as a note."""
+    try:
+        error = cloudpickle.loads(data) if data else None
+    except Exception:
+        error = None
+    if not isinstance(error, BaseException):
+        error = WorkerError(f"Replica {rank} failed; its traceback follows.")
+    error.add_note(f"\nRaised in replica {rank}:\n{text}")
+    return error
+
+
+@atexit.register
+def _end_all_teams() -> None:
+    for team in _teams.values():
+        team.end()

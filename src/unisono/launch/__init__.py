@@ -1,0 +1,1 @@
+"""Start processes, talk to them, end them. No framework is imported in this room."""

@@ -1,0 +1,163 @@
+"""Worker processes of this machine: started as fresh interpreters, watched, and ended.
+
+Fresh interpreters, not multiprocessing: that would run the user's script again in each of them. A
+worker ends when its line to the parent ends, however the parent went; it sits in a session of its
+own, so a Ctrl-C reaches the parent alone, which then decides.
+"""
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import IO, Any
+
+from unisono.errors import WorkerError
+from unisono.launch.channel import Channel
+
+_END_TIMEOUT_S = 5.0
+
+
+class Worker:
+    """One process and the line to it."""
+
+    def __init__(
+        self, rank: int, module: str, arguments: Sequence[str], env: dict[str, str]
+    ) -> None:
+        self.rank = rank
+        self.channel, theirs = Channel.pair()
+        self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module, str(theirs.fileno()), *arguments],
+                env=_environment(env),
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def how_it_ended(self) -> str:
+        """A sentence on the exit, with the last lines that the process printed."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)
+        code = self._process.poll()
+        if code is None:
+            how = "does not answer"
+        elif code < 0:
+            how = f"was ended by {signal.Signals(-code).name}"
+        else:
+            how = f"exited with code {code}"
+        text = f"Replica {self.rank} (process {self.pid}) {how}."
+        last = self._last_lines()
+        return f"{text} Its last words:\n{last}" if last else text
+
+    def wait(self, timeout_s: float) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_s)
+
+    def kill(self) -> None:
+        if self.is_alive:
+            self._process.kill()
+        self._process.wait()
+        self._output.close()
+
+    def _last_lines(self, num_lines: int = 20) -> str:
+        self._output.seek(0, os.SEEK_END)
+        self._output.seek(max(0, self._output.tell() - 16_000))
+        return "\n".join(self._output.read().decode(errors="replace").splitlines()[-num_lines:])
+
+
+class Workers:
+    """A group of workers, ranks 1 and up; rank 0 is the process that started them."""
+
+    def __init__(
+        self, module: str, size: int, arguments: Sequence[str], envs: list[dict[str, str]]
+    ):
+        self.size = size
+        self._workers: list[Worker] = []
+        try:
+            for rank, env in zip(range(1, size), envs, strict=True):
+                self._workers.append(Worker(rank, module, [str(rank), str(size), *arguments], env))
+        except BaseException:
+            self.end()
+            raise
+
+    def __iter__(self) -> Any:
+        return iter(self._workers)
+
+    @property
+    def are_alive(self) -> bool:
+        return bool(self._workers) and all(worker.is_alive for worker in self._workers)
+
+    def send(self, message: Any) -> None:
+        for worker in self._workers:
+            try:
+                worker.channel.send(message)
+            except OSError as error:
+                raise WorkerError(worker.how_it_ended()) from error
+
+    def receive(self, timeout_s: float) -> list[Any]:
+        """One message of each worker, in rank order; WorkerError when one ends or is too slow."""
+        deadline = time.monotonic() + timeout_s
+        return [self._receive_from(worker, deadline) for worker in self._workers]
+
+    def pending(self, timeout_s: float) -> tuple[Worker, Any] | None:
+        """The first message that any worker sends within the time, or None."""
+        with selectors.DefaultSelector() as selector:
+            for worker in self._workers:
+                selector.register(worker.channel, selectors.EVENT_READ, worker)
+            deadline = time.monotonic() + timeout_s
+            while (left := deadline - time.monotonic()) > 0 and selector.get_map():
+                for key, _ in selector.select(left):
+                    try:
+                        return key.data, key.data.channel.receive()
+                    except (EOFError, OSError):
+                        selector.unregister(key.fileobj)
+        return None
+
+    def end(self) -> None:
+        """End all workers: closing the line asks them to, then they are killed."""
+        for worker in self._workers:
+            worker.channel.close()
+        deadline = time.monotonic() + _END_TIMEOUT_S
+        for worker in self._workers:
+            worker.wait(max(0.0, deadline - time.monotonic()))
+            worker.kill()
+        self._workers = []
+
+    def kill(self) -> None:
+        """End all workers at once."""
+        for worker in self._workers:
+            worker.kill()
+            worker.channel.close()
+        self._workers = []
+
+    def _receive_from(self, worker: Worker, deadline: float) -> Any:
+        with selectors.DefaultSelector() as selector:
+            selector.register(worker.channel, selectors.EVENT_READ)
+            try:
+                if selector.select(max(0.0, deadline - time.monotonic())):
+                    return worker.channel.receive()
+            except (EOFError, OSError) as error:
+                raise WorkerError(worker.how_it_ended()) from error
+        raise WorkerError(worker.how_it_ended())
+
+
+def _environment(changes: dict[str, str]) -> dict[str, str]:
+    """This process' environment, with its module search path as it is now."""
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    return {**os.environ, "PYTHONPATH": path, **changes}
