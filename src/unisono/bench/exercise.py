@@ -42,21 +42,32 @@ def predict(model: Any, x: Any, **options: Any) -> Any:
     return model.predict(x, **{"batch_size": GLOBAL_BATCH, "verbose": 0, **options})
 
 
-def exercise(model: Any, task: Task | None = None, **options: Any) -> Results:
-    """Fit the compiled model on the task, then everything that can be compared afterwards."""
+def exercise(
+    model: Any, task: Task | None = None, *, weights: tuple[Any, Any] | None = None, **options: Any
+) -> Results:
+    """Fit the compiled model on the task, then everything that can be compared afterwards.
+
+    `weights` are the sample weights of the training and of the test rows.
+    """
     task = task or regression()
-    held_out = (task.x_test, task.y_test)
-    history = fit(model, task.x, task.y, **{"validation_data": held_out, **options})
+    for_fit, for_test = weights or (None, None)
+    held_out = (task.x_test, task.y_test) + (() if weights is None else (for_test,))
+    settings = {"validation_data": held_out, "sample_weight": for_fit, **options}
     return {
-        "history": history,
-        "evaluate": evaluate(model, *held_out),
+        "history": fit(model, task.x, task.y, **settings),
+        "evaluate": evaluate(model, task.x_test, task.y_test, sample_weight=for_test),
         "predict": predict(model, task.x_test),
         **state_of(model),
     }
 
 
-def train(model: Any, task: Task | None = None, **compile_options: Any) -> Results:
+def train(
+    model: Any,
+    task: Task | None = None,
+    *,
+    weights: tuple[Any, Any] | None = None,
+    **compile_options: Any,
+) -> Results:
     """Compile with these options (by default SGD on the mean squared error), then `exercise`."""
-    settings = {"optimizer": sgd(), "loss": "mse", **compile_options}
-    model.compile(**settings)
-    return exercise(model, task)
+    model.compile(**{"optimizer": sgd(), "loss": "mse", **compile_options})
+    return exercise(model, task, weights=weights)

@@ -63,11 +63,12 @@ class JaxReplicas:
         for name in _MAKERS:
             bind(model, name, self._maker(name))
         bind(model, "_get_jax_state", self._get_state)
+        bind(model, "jax_state_sync", self._sync_state)
         self.rebuild_functions()
         _adopted.add(self)
 
     def release(self) -> None:
-        unbind(self._model, *_STEPS, *_MAKERS, "_get_jax_state")
+        unbind(self._model, *_STEPS, *_MAKERS, "_get_jax_state", "jax_state_sync")
         for layer in batch_norms(self._model):
             ungroup_statistics(layer)
         for variable in self._own_variables():
@@ -143,9 +144,15 @@ class JaxReplicas:
             "optimizer_variables": lambda: self._model.optimizer.variables,
             "metrics_variables": lambda: self._model.metrics_variables,
         }
-        self._variables = tuple(list(lists[part]()) for part in lists if parts.get(part))
-        self._published = [[None] * len(variables) for variables in self._variables]
+        variables = tuple(list(lists[part]()) for part in lists if parts.get(part))
+        if [list(map(id, v)) for v in variables] != [list(map(id, v)) for v in self._variables]:
+            self._variables = variables
+            self._published = [[None] * len(part) for part in variables]
         return self._state_of_variables()
+
+    def _sync_state(self) -> None:
+        # The variables are never behind, and what a callback wrote to one must not be undone.
+        self._model._jax_state_synced = True
 
     def _state_of_variables(self) -> tuple[Any, ...]:
         for variables, published in zip(self._variables, self._published, strict=True):

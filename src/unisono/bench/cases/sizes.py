@@ -1,0 +1,66 @@
+"""Any data size and any global batch: remainders, fewer rows than replicas, a single row."""
+
+import math
+from typing import Any
+
+from keras import layers
+
+from unisono.bench.case import Adopt, Group, Results, state_of
+from unisono.bench.exercise import evaluate, fit, predict, sgd, stacked
+from unisono.bench.tasks import NUM_FEATURES, regression
+
+SIZES = Group("Data sizes")
+STEPS = 20
+
+
+def fit_rows(adopt: Adopt, rows: int, global_batch: int) -> Results:
+    """About 20 steps of a model with batch norm, then evaluate and predict at other batches."""
+    task = regression()
+    x, y = task.x[:rows], task.y[:rows]
+    model = adopt(normed())
+    model.compile(sgd(), "mse", metrics=["mae"])
+    epochs = max(2, STEPS // math.ceil(rows / global_batch))
+    other = global_batch + 1
+    return {
+        "history": fit(model, x, y, batch_size=global_batch, epochs=epochs),
+        "evaluate": evaluate(model, x, y, batch_size=other),
+        "predict": predict(model, x, batch_size=other),
+        **state_of(model),
+    }
+
+
+def normed() -> Any:
+    return stacked(
+        layers.Dense(4, use_bias=False),
+        layers.BatchNormalization(momentum=0.8),
+        layers.Activation("tanh"),
+        layers.Dense(2),
+        shape=(NUM_FEATURES,),
+    )
+
+
+for rows, global_batch, title in (
+    (36, 12, "36 rows, global batch 12: divides for 2, 3 and 4 replicas"),
+    (47, 24, "47 rows, global batch 24: a remainder of 23"),
+    (25, 12, "25 rows, global batch 12: a remainder of one row"),
+    (26, 12, "26 rows, global batch 12: a remainder of two rows"),
+    (28, 7, "28 rows, global batch 7: never divides"),
+    (21, 10, "21 rows, global batch 10: divides for 2 alone"),
+    (9, 2, "9 rows, global batch 2: fewer rows than replicas in every step"),
+    (5, 1, "5 rows, global batch 1"),
+    (5, 8, "5 rows, global batch 8: one short batch"),
+    (3, 32, "3 rows, global batch 32: the data set is smaller than 4 replicas"),
+    (1, 4, "1 row in all"),
+):
+
+    def run(adopt: Adopt, rows: int = rows, global_batch: int = global_batch) -> Results:
+        return fit_rows(adopt, rows, global_batch)
+
+    SIZES.add(f"rows_{rows}_batch_{global_batch}", title, run)
+
+
+@SIZES.case("predict at every remainder: 1 to 9 rows, global batch 4")
+def predict_sizes(adopt: Adopt) -> Results:
+    x = regression().x
+    model = adopt(normed())
+    return {str(count): predict(model, x[:count], batch_size=4) for count in range(1, 10)}
