@@ -1,5 +1,5 @@
 # make demo     train the digits net on one device and on several, compare, write demo.png
-# make test     lint and the whole test suite, on all three backends
+# make test     lint and the test suite, on all three backends (SLOW=1: with the longest tests)
 # make lint     the quick checks alone
 # make format   apply the formatter and the safe fixes
 # make clean    remove environments, caches and outputs
@@ -9,6 +9,8 @@
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
+SLOW ?=
+BACKENDS ?= jax tensorflow torch
 
 # DEMO_BACKEND=jax|tensorflow|torch; DEMO_ARGS goes to the program, e.g. DEMO_ARGS="--replicas 4"
 DEMO_BACKEND ?= jax
@@ -30,7 +32,7 @@ INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints-tes
 REQUIREMENTS := pyproject.toml constraints-test.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format clean
+.PHONY: help demo test test-rooms $(BACKENDS:%=test-%) lint format clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -40,8 +42,21 @@ demo: $(DEMO_STAMP)
 	  $(DEMO_VENV)/bin/python -m unisono.recipes.digits --output $(DEMO_OUTPUT) $(DEMO_ARGS)
 	@echo "The plot is in $(abspath $(DEMO_OUTPUT))"
 
+# A process has one Keras backend, so tests/backend runs once for each of them, two at a time; -O
+# keeps what they print apart. SLOW=1 adds the tests that are marked slow, as .ci/run does.
+PYTEST = COVERAGE_FILE=.coverage.$@ TF_CPP_MIN_LOG_LEVEL=2 $(TEST_VENV)/bin/python -m pytest \
+  --cov --cov-report= -p no:cacheprovider $(if $(SLOW),,-m "not slow") $(PYTEST_ARGS)
+
 test: lint $(TEST_STAMP)
-	$(TEST_VENV)/bin/python -m pytest --cov --cov-report=term $(PYTEST_ARGS)
+	@rm -f .coverage .coverage.*
+	$(MAKE) --no-print-directory -j2 -O $(BACKENDS:%=test-%) test-rooms
+	@$(TEST_VENV)/bin/coverage combine -q && $(TEST_VENV)/bin/coverage report
+
+test-rooms: $(TEST_STAMP)
+	$(PYTEST) --ignore=tests/backend
+
+$(BACKENDS:%=test-%): test-%: $(TEST_STAMP)
+	KERAS_BACKEND=$* $(PYTEST) tests/backend
 
 lint: $(LINT_STAMP)
 	$(TEST_VENV)/bin/ruff check .

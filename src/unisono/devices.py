@@ -5,6 +5,7 @@ backend sees, this room decides. `UNISONO_SIMULATED_GPUS=4` makes four CPU repli
 0 to 3, `UNISONO_REPLICAS=n` is the default for `replicas`.
 """
 
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -67,12 +68,9 @@ def num_gpus() -> int:
     if visible is None:
         return present
     # CUDA stops reading the list at the first entry it cannot use, such as -1.
-    ids = []
-    for entry in (part.strip() for part in visible.split(",")):
-        if not entry or entry.startswith("-"):
-            break
-        ids.append(entry)
-    return min(len(ids), present)
+    entries = (part.strip() for part in visible.split(","))
+    usable = itertools.takewhile(lambda entry: _is_visible(entry, present), entries)
+    return min(len(list(usable)), present)
 
 
 def choose(
@@ -101,15 +99,21 @@ def choose(
     return Placement("gpu" if available else "cpu", ids)
 
 
+def _is_visible(entry: str, present: int) -> bool:
+    is_index = entry.isdecimal() and int(entry) < present
+    return is_index or entry.startswith(("GPU-", "MIG-"))
+
+
 def _default_ids(replicas: int | None, available: int) -> tuple[int, ...]:
     count = replicas if replicas is not None else default_replicas()
     if count is None:
         count = max(available, 1)
     if available and count > available:
+        is_given = replicas is not None
         raise DeviceError(
-            f"Asked for {count} replicas; this machine has {available} GPU(s): "
-            f"{list(range(available))}. Ask for at most {available}, or leave replicas= out to "
-            "take all."
+            f"Asked for {'replicas' if is_given else REPLICAS}={count}; this machine has "
+            f"{available} GPU(s): {list(range(available))}. Ask for at most {available}, or "
+            f"{'leave replicas= out' if is_given else 'unset it'} to take all."
         )
     return tuple(range(count))
 
@@ -131,8 +135,10 @@ def _gpu_ids(gpus: int | Sequence[int], available: int) -> tuple[int, ...]:
             "all."
         )
     for i in ids:
-        if not isinstance(i, int) or isinstance(i, bool):
-            raise DeviceError(f"Asked for gpus={gpus!r}; {i!r} is not a GPU id. Ids are integers.")
+        if not isinstance(i, int) or isinstance(i, bool) or i < 0:
+            raise DeviceError(
+                f"Asked for gpus={gpus!r}; {i!r} is not a GPU id. Ids are whole numbers from 0."
+            )
     if len(set(ids)) != len(ids):
         raise DeviceError(f"Asked for gpus={gpus!r}, which repeats an id. Name each GPU once.")
     if any(i not in range(available) for i in ids):

@@ -76,25 +76,36 @@ class _AfterImport(importlib.abc.MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != self._name:
             return None
+        # Being asked is not yet an import: programs look whether TensorFlow is there.
+        place = sys.meta_path.index(self)
         sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            sys.meta_path.insert(place, self)
         if spec is not None and spec.loader is not None:
-            spec.loader = _ThenConfigure(spec.loader)
+            spec.loader = _ThenConfigure(spec.loader, self)
         return spec
 
 
 class _ThenConfigure(importlib.abc.Loader):
     """A module's own loader, followed by `_configure`."""
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, finder: _AfterImport) -> None:
         self._loader = loader
+        self._finder = finder
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         module: ModuleType | None = self._loader.create_module(spec)
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
+        sys.meta_path.remove(self._finder)
+        # The module must look, to itself too, as if its own loader did all of it.
+        module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
-        _configure(module)
+        self._loader.exec_module(module)
+        # Asked again: the program may have chosen a backend since `import unisono`.
+        if _keras_backend() == "tensorflow":
+            _configure(module)

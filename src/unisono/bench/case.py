@@ -29,14 +29,23 @@ TOLERANCES: Mapping[str, float] = {"float32": FLOAT32, "float16": 2.0**-10, "bfl
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table; `lacks` says why a backend has no cell in it."""
+    """One row of the table.
+
+    `lacks` says what plain Keras refuses on a backend, `unpromised` what docs/exactness.md leaves
+    out there. `sharpest` is the number of replicas that the case was made for, where it has one.
+    """
 
     name: str
     group: str
     title: str
     run: Run
     lacks: Mapping[str, str] = field(default_factory=dict)
+    unpromised: Mapping[str, str] = field(default_factory=dict)
     resolution: str = "float32"
+    sharpest: int | None = None
+
+    def reason_to_skip(self, backend: str) -> str | None:
+        return self.lacks.get(backend) or self.unpromised.get(backend)
 
     @property
     def tolerance(self) -> float:

@@ -9,7 +9,7 @@ computes all of it, which is exact as well.
 import gc
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,11 +21,24 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from unisono.devices import Placement
 from unisono.engines.batch_norm import batch_norms, group_statistics, ungroup_statistics
 from unisono.engines.hooks import bind, original, unbind
+from unisono.engines.replication import optimizers_of
 from unisono.errors import StartedError
 
 _AXIS = "replica"
 _STEPS = ("train_step", "test_step")
 _MAKERS = ("make_train_function", "make_test_function", "make_predict_function")
+_STATE = ("_make_function", "_get_jax_state", "jax_state_sync")
+# The state that Keras passes through a step, told apart by its length: predict, test, train.
+_PARTS = {
+    2: ("trainable_variables", "non_trainable_variables"),
+    3: ("trainable_variables", "non_trainable_variables", "metrics_variables"),
+    4: (
+        "trainable_variables",
+        "non_trainable_variables",
+        "optimizer_variables",
+        "metrics_variables",
+    ),
+}
 _adopted: "weakref.WeakSet[JaxReplicas]" = weakref.WeakSet()
 _num_cpu_devices_set_by_us = 0
 
@@ -62,13 +75,14 @@ class JaxReplicas:
             bind(model, name, self._replicated_step(name))
         for name in _MAKERS:
             bind(model, name, self._maker(name))
+        bind(model, "_make_function", self._make_function)
         bind(model, "_get_jax_state", self._get_state)
         bind(model, "jax_state_sync", self._sync_state)
         self.rebuild_functions()
         _adopted.add(self)
 
     def release(self) -> None:
-        unbind(self._model, *_STEPS, *_MAKERS, "_get_jax_state", "jax_state_sync")
+        unbind(self._model, *_STEPS, *_MAKERS, *_STATE)
         for layer in batch_norms(self._model):
             ungroup_statistics(layer)
         for variable in self._own_variables():
@@ -95,8 +109,8 @@ class JaxReplicas:
 
     def _own_variables(self) -> list[Any]:
         variables = [*self._model.variables, *self._model.metrics_variables]
-        if self._model.optimizer is not None:
-            variables += self._model.optimizer.variables
+        for optimizer in optimizers_of(self._model):
+            variables += optimizer.variables
         return variables
 
     # -- what Keras' trainer calls -------------------------------------------------------------
@@ -115,22 +129,26 @@ class JaxReplicas:
         def make(force: bool = False) -> Any:
             if getattr(self._model, attribute) is None or force:
                 self._set_batch_norms()
-                original(self._model, name)(force=True)
-                setattr(self._model, attribute, self._placed(getattr(self._model, attribute)))
-            return getattr(self._model, attribute)
+            return original(self._model, name)(force=force)
 
         return make
+
+    def _make_function(self, step: Callable[..., Any], **options: Any) -> Any:
+        return original(self._model, "_make_function")(self._placed(step), **options)
 
     def _set_batch_norms(self) -> None:
         for layer in batch_norms(self._model):
             groups = 1 if self.sync_batch_norm else self.placement.num_replicas
             group_statistics(layer, groups)
 
-    def _placed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(state: Any, iterator: Iterator[Any]) -> Any:
+    def _placed(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        def run(state: Any, data: Any) -> Any:
+            if len(state) != len(self._variables):
+                # A callback's own evaluate or predict has failed in between.
+                self._list_variables(_PARTS[len(state)])
             # The variables, not `state`, are the truth: a callback may have written to a layer.
-            state = self._state_of_variables()
-            outputs, state = function(state, map(self._place, iterator))
+            # They are written at each step, as this one frees the values that they had before.
+            outputs, state = step(self._state_of_variables(), self._place(data))
             self._publish(state)
             return outputs, state
 
@@ -138,21 +156,25 @@ class JaxReplicas:
 
     def _get_state(self, *, purge_model_variables: bool = False, **parts: bool) -> tuple[Any, ...]:
         """As Keras' own, but the values stay in the variables, where callbacks can read them."""
-        lists = {
-            "trainable_variables": lambda: self._model.trainable_variables,
-            "non_trainable_variables": lambda: self._model.non_trainable_variables,
-            "optimizer_variables": lambda: self._model.optimizer.variables,
-            "metrics_variables": lambda: self._model.metrics_variables,
-        }
-        variables = tuple(list(lists[part]()) for part in lists if parts.get(part))
-        if [list(map(id, v)) for v in variables] != [list(map(id, v)) for v in self._variables]:
-            self._variables = variables
-            self._published = [[None] * len(part) for part in variables]
+        self._list_variables([part for part in _PARTS[4] if parts.get(part)])
         return self._state_of_variables()
 
     def _sync_state(self) -> None:
         # The variables are never behind, and what a callback wrote to one must not be undone.
         self._model._jax_state_synced = True
+
+    def _list_variables(self, parts: Sequence[str]) -> None:
+        model = self._model
+        lists = {
+            "trainable_variables": lambda: model.trainable_variables,
+            "non_trainable_variables": lambda: model.non_trainable_variables,
+            "optimizer_variables": lambda: model.optimizer.variables,
+            "metrics_variables": lambda: model.metrics_variables,
+        }
+        variables = tuple(list(lists[part]()) for part in parts)
+        if [list(map(id, v)) for v in variables] != [list(map(id, v)) for v in self._variables]:
+            self._variables = variables
+            self._published = [[None] * len(part) for part in variables]
 
     def _state_of_variables(self) -> tuple[Any, ...]:
         for variables, published in zip(self._variables, self._published, strict=True):

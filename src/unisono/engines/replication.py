@@ -9,7 +9,7 @@ global value. `add_loss` and a user's own `train_step` count as batch means.
 """
 
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -245,6 +245,28 @@ def optimizers_of(model: keras.Model) -> Iterator[Any]:
     for value in list(vars(model).values()):
         if isinstance(value, keras.optimizers.Optimizer):
             yield value
+
+
+def with_inner(optimizers: Iterable[Any]) -> Iterator[Any]:
+    """Optimizers, each followed by those that it wraps."""
+    for optimizer in optimizers:
+        yield optimizer
+        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+            yield from with_inner([optimizer.inner_optimizer])
+        elif isinstance(optimizer, keras.optimizers.MultiOptimizer):
+            yield from with_inner(optimizer.optimizers)
+
+
+def rename_variables(optimizer: Any, renamed: dict[Any, Any]) -> None:
+    """Bring an optimizer's own records up to date, which know variables by keys."""
+    for name in ("_trainable_variables_indices", "_var_to_optimizer_idx"):
+        if name in vars(optimizer):
+            record = getattr(optimizer, name)
+            setattr(optimizer, name, {renamed.get(key, key): i for key, i in record.items()})
+    if "_exclude_from_weight_decay" in vars(optimizer):
+        excluded = optimizer._exclude_from_weight_decay
+        optimizer._exclude_from_weight_decay = {renamed.get(key, key) for key in excluded}
+        optimizer._exclude_from_weight_decay_cache = {}
 
 
 def seed_states(model: keras.Model) -> Iterator[Any]:

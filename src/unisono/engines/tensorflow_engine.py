@@ -8,7 +8,7 @@ code runs under a multi-worker strategy.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -16,6 +16,7 @@ import tensorflow as tf
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
+from tensorflow.python.distribute.values import MirroredVariable
 
 from unisono.data import share_bounds
 from unisono.devices import Placement
@@ -25,12 +26,14 @@ from unisono.engines.replication import (
     Replication,
     StepState,
     optimizers_of,
+    rename_variables,
     seed_states,
+    with_inner,
 )
 from unisono.errors import StartedError
 
 _STEPS = ("train_step", "test_step")
-_HOOKS = (*_STEPS, "predict_step", "_maybe_symbolic_build")
+_HOOKS = (*_STEPS, "predict_step", "make_predict_function", "_maybe_symbolic_build")
 # Keras' TensorFlow optimizer reduces and merges by itself in these; we have reduced already.
 _OPTIMIZER_PARTS = (
     "_backend_update_step",
@@ -39,6 +42,7 @@ _OPTIMIZER_PARTS = (
     "_backend_increment_gradient_accumulators",
 )
 _running = threading.local()
+_strategies: dict[Placement, tf.distribute.Strategy] = {}
 
 
 class TensorFlowEngine:
@@ -50,16 +54,14 @@ class TensorFlowEngine:
         return len(tf.config.list_physical_devices("GPU"))
 
     def prepare(self, placement: Placement) -> None:
-        if placement.kind != "cpu" or placement.num_replicas == 1:
-            return
         count = max(placement.indices) + 1
+        if placement.kind != "cpu" or count == 1:
+            return
         found = len(tf.config.list_logical_devices("CPU"))
         if found < count:
             raise StartedError(
                 f"Asked for {count} CPU replicas; TensorFlow has started with {found} CPU "
-                "device(s), and their number is fixed from then on. Move `import unisono` above "
-                "the first line that uses TensorFlow (building a model, making a tensor or a data "
-                f"set), or set UNISONO_REPLICAS={count} before the start."
+                f"device(s), and their number is fixed from then on. {_remedy(found, count)}"
             )
 
     def adopt(
@@ -84,9 +86,43 @@ class SingleReplica:
 class MirroredStrategy(tf.distribute.MirroredStrategy):
     """TensorFlow's, but inside a step Keras must not divide losses by the number of replicas."""
 
+    def __init__(self, placement: Placement) -> None:
+        # Strategies number their collectives alike, and two with one number stop each other.
+        self._collective_key_base = 1_000_000 * (len(_strategies) + 1)
+        devices = [f"{placement.kind.upper()}:{i}" for i in placement.indices]
+        # Virtual CPU devices share their memory: adding up there needs no collective at all.
+        reduction = tf.distribute.ReductionToOneDevice() if placement.kind == "cpu" else None
+        super().__init__(devices, cross_device_ops=reduction)
+
     @property
     def num_replicas_in_sync(self) -> int:
         return 1 if current_replica() is not None else super().num_replicas_in_sync
+
+
+def strategy_of(placement: Placement) -> tf.distribute.Strategy:
+    """The one strategy of a placement, shared by all models on it."""
+    if placement not in _strategies:
+        _strategies[placement] = MirroredStrategy(placement)
+    return _strategies[placement]
+
+
+class ReadableVariable(MirroredVariable):
+    """A mirrored variable that is read as a number where a plain tf.Variable is.
+
+    Callbacks say `float(model.optimizer.learning_rate)`.
+    """
+
+    def __int__(self) -> int:
+        return int(self.numpy())
+
+    def __float__(self) -> float:
+        return float(self.numpy())
+
+    def __complex__(self) -> complex:
+        return complex(self.numpy())
+
+    def __bool__(self) -> bool:
+        return bool(self.numpy())
 
 
 class TensorFlowReplicas:
@@ -102,8 +138,7 @@ class TensorFlowReplicas:
     ) -> None:
         self.placement = placement
         self.sync_batch_norm = sync_batch_norm
-        kind = placement.kind.upper()
-        self._strategy = strategy or MirroredStrategy([f"{kind}:{i}" for i in placement.indices])
+        self._strategy = strategy or strategy_of(placement)
         self._num_replicas = placement.num_replicas
         self._model = model
         self._replication = Replication(model, current_replica, sync_batch_norm=sync_batch_norm)
@@ -111,6 +146,7 @@ class TensorFlowReplicas:
         for name in _STEPS:
             bind(model, name, self._step(name))
         bind(model, "predict_step", self._predict_step)
+        bind(model, "make_predict_function", self._make_predict_function)
         bind(model, "_maybe_symbolic_build", self._build)
         self._forget_functions()
         self._mirror()
@@ -118,7 +154,7 @@ class TensorFlowReplicas:
     def release(self) -> None:
         self._replication.release()
         unbind(self._model, *_HOOKS)
-        for optimizer in _with_inner(optimizers_of(self._model)):
+        for optimizer in with_inner(optimizers_of(self._model)):
             unbind(optimizer, *_OPTIMIZER_PARTS, "_tf_apply")
         self._replace_variables(_plain_copy)
         self._model._jit_compile = self._own_jit_compile
@@ -143,7 +179,7 @@ class TensorFlowReplicas:
     def _mirror(self) -> None:
         self._model._jit_compile = False  # XLA cannot span the devices of a strategy.
         self._replication.prepare()
-        for optimizer in _with_inner(optimizers_of(self._model)):
+        for optimizer in with_inner(optimizers_of(self._model)):
             for name in _OPTIMIZER_PARTS:
                 if getattr(type(optimizer), name) is getattr(TFOptimizer, name):
                     bind(optimizer, name, getattr(BaseOptimizer, name).__get__(optimizer))
@@ -157,28 +193,24 @@ class TensorFlowReplicas:
     def _replace_variables(self, copy: Callable[[Any], Any]) -> None:
         """Give every variable a new tf.Variable, and optimizers the keys that go with them."""
         model = self._model
-        optimizers = list(_with_inner(optimizers_of(model)))
-        keys_before = {id(o): [o._var_key(v) for v in o._trainable_variables] for o in optimizers}
+        optimizers = list(with_inner(optimizers_of(model)))
         variables = [*model.variables, *model.metrics_variables]
         for optimizer in optimizers:
             variables += optimizer.variables
+        variables = [variable for variable in variables if variable._value is not None]
+        keys_before = [[o._var_key(v) for v in variables] for o in optimizers]
         for variable in variables:
-            if variable._value is not None:
-                variable._value = copy(variable)
-        for optimizer in optimizers:
-            keys = [optimizer._var_key(v) for v in optimizer._trainable_variables]
-            renamed = dict(zip(keys_before[id(optimizer)], keys, strict=True))
-            if optimizer._trainable_variables_indices:
-                optimizer._trainable_variables_indices = {key: i for i, key in enumerate(keys)}
-            excluded = getattr(optimizer, "_exclude_from_weight_decay", None)
-            if excluded:
-                optimizer._exclude_from_weight_decay = {renamed.get(k, k) for k in excluded}
+            variable._value = copy(variable)
+        for optimizer, before in zip(optimizers, keys_before, strict=True):
+            after = [optimizer._var_key(v) for v in variables]
+            renamed = dict(zip(before, after, strict=True))
+            rename_variables(optimizer, renamed)
 
     def _mirrored_copy(self, variable: Any) -> Any:
         if isinstance(variable._value, tf.distribute.DistributedValues):
             return variable._value
         with self._strategy.scope():
-            return tf.Variable(
+            mirrored = tf.Variable(
                 variable._value.numpy(),
                 dtype=variable._value.dtype,
                 trainable=variable.trainable,
@@ -186,6 +218,8 @@ class TensorFlowReplicas:
                 aggregation=tf.VariableAggregation.NONE,
                 synchronization=tf.VariableSynchronization.ON_WRITE,
             )
+        mirrored.__class__ = ReadableVariable
+        return mirrored
 
     def _spread_seed(self, state: Any) -> None:
         """Replicas other than the first draw from streams of their own."""
@@ -205,10 +239,22 @@ class TensorFlowReplicas:
 
         return step
 
-    def _predict_step(self, data: Any) -> Any:
-        if not self._model.built:
-            self._build_for_prediction(data)
+    def _make_predict_function(self, force: bool = False) -> Any:
+        model = self._model
+        if model.predict_function is None or force:
+            original(model, "make_predict_function")(force=True)
+            predict = model.predict_function
 
+            def build_first(data: Any) -> Any:
+                # Here and not in the step: a variable made while that is traced has no copies.
+                if not model.built:
+                    self._build_for_prediction(data[0])
+                return predict(data)
+
+            model.predict_function = build_first
+        return model.predict_function
+
+    def _predict_step(self, data: Any) -> Any:
         def on_replica() -> Any:
             return original(self._model, "predict_step")(_running.replica.own_rows(data))
 
@@ -225,8 +271,7 @@ class TensorFlowReplicas:
         spec = keras.tree.map_structure(
             lambda t: keras.KerasTensor(t.shape, keras.backend.standardize_dtype(t.dtype)), x
         )
-        with tf.init_scope():
-            keras.src.backend.compute_output_spec(self._model, spec, training=False)
+        keras.src.backend.compute_output_spec(self._model, spec, training=False)
         self._mirror()
 
     def _run(self, on_replica: Callable[[], Any], data: Any) -> Any:
@@ -324,6 +369,18 @@ class TensorFlowReplica:
         return gradient * share
 
 
+def _remedy(found: int, count: int) -> str:
+    if found == 1:
+        return (
+            "Move `import unisono` above the first line that uses TensorFlow (building a model, "
+            "making a tensor or a data set)."
+        )
+    return (
+        f"Set UNISONO_REPLICAS={count} before the start, or, where the program itself calls "
+        f"set_logical_device_configuration, ask for {count} there."
+    )
+
+
 def current_replica() -> TensorFlowReplica | None:
     """The replica whose step this thread is tracing or running."""
     return getattr(_running, "replica", None)
@@ -343,10 +400,3 @@ def _plain_copy(variable: Any) -> Any:
         trainable=variable.trainable,
         name=variable.name,
     )
-
-
-def _with_inner(optimizers: Iterator[Any]) -> Iterator[Any]:
-    for optimizer in optimizers:
-        yield optimizer
-        if isinstance(optimizer, LossScaleOptimizer):
-            yield optimizer.inner_optimizer

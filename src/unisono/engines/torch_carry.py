@@ -18,7 +18,7 @@ from keras.src.backend.torch.core import Variable
 from keras.src.saving.keras_saveable import KerasSaveable
 from keras.src.utils import tracking
 
-from unisono.engines.replication import optimizers_of
+from unisono.engines.replication import optimizers_of, rename_variables, with_inner
 from unisono.errors import ModelError
 
 # What a training call leaves on a model and a replica must not get: functions made for this
@@ -137,12 +137,10 @@ def _set_tracked(obj: Any, content: tuple[dict[str, Any], list[Any]]) -> None:
 
 def _renumber(model: keras.Model) -> None:
     """Optimizers know variables by id, which is another one in this process."""
-    for optimizer in optimizers_of(model):
-        for part in (optimizer, getattr(optimizer, "inner_optimizer", None)):
-            if part is not None and part._trainable_variables_indices:
-                part._trainable_variables_indices = {
-                    part._var_key(v): i for i, v in enumerate(part._trainable_variables)
-                }
+    for optimizer in with_inner(optimizers_of(model)):
+        ids = [optimizer._var_key(variable) for variable in optimizer._trainable_variables]
+        places = optimizer._trainable_variables_indices
+        rename_variables(optimizer, {key: ids[place] for key, place in places.items()})
 
 
 def _settings() -> dict[str, Any]:

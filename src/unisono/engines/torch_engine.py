@@ -16,7 +16,7 @@ import torch
 
 from unisono.devices import Placement
 from unisono.engines.hooks import bind, original, unbind
-from unisono.engines.replication import Replication
+from unisono.engines.replication import Replication, optimizers_of
 from unisono.engines.torch_carry import carried_variables, pack
 from unisono.engines.torch_group import Group, TorchReplica, own_rows
 from unisono.engines.torch_replica import current_replica, run_step
@@ -148,8 +148,9 @@ class TorchReplicas:
 
     def _send_changes(self, group: Group) -> None:
         model = self._model
-        parts = (model.optimizer, model._compile_loss, model._compile_metrics)
-        is_built = model.optimizer is None or model.optimizer.built
+        optimizers = list(optimizers_of(model))  # Empty until it is compiled.
+        parts = (*optimizers, model._compile_loss, model._compile_metrics)
+        is_built = all(optimizer.built for optimizer in optimizers)
         key = (self._team.workers, is_built, *(id(part) for part in parts))
         if self._may_differ or key != self._key:
             self._send_model()

@@ -58,7 +58,7 @@ class Worker:
         if code is None:
             how = "does not answer"
         elif code < 0:
-            how = f"was ended by {signal.Signals(-code).name}"
+            how = f"was ended by {_signal_name(-code)}"
         else:
             how = f"exited with code {code}"
         text = f"Replica {self.rank} (process {self.pid}) {how}."
@@ -155,6 +155,13 @@ class Workers:
             except (EOFError, OSError) as error:
                 raise WorkerError(worker.how_it_ended()) from error
         raise WorkerError(worker.how_it_ended())
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # Real-time signals have no names.
+        return f"signal {number}"
 
 
 def _environment(changes: dict[str, str]) -> dict[str, str]:

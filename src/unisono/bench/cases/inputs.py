@@ -12,6 +12,7 @@ from unisono.bench.tasks import (
     NUM_CLASSES,
     NUM_FEATURES,
     NUM_STEPS,
+    ROWS,
     TEST_ROWS,
     Task,
     classes,
@@ -30,7 +31,10 @@ LOSS_OF_EACH = {"near": "mse", "kind": "sparse_categorical_crossentropy"}
 
 def two_parts() -> tuple[Any, Any]:
     """A functional trunk with two inputs and two outputs: the symbolic inputs, then outputs."""
-    wide, ids = keras.Input((NUM_FEATURES,), name="wide"), keras.Input((1,), name="ids", dtype="int32")
+    wide, ids = (
+        keras.Input((NUM_FEATURES,), name="wide"),
+        keras.Input((1,), name="ids", dtype="int32"),
+    )
     both = layers.Concatenate()([wide, layers.Flatten()(layers.Embedding(NUM_CLASSES, 3)(ids))])
     hidden = layers.Dense(5, activation="tanh")(both)
     near = layers.Dense(2, name="near")(hidden)
@@ -69,7 +73,7 @@ def dicts_functional(adopt: Adopt) -> Results:
     )
 
 
-class TwoBranches(keras.Model):  # type: ignore[misc]
+class TwoBranches(keras.Model):
     """Dict in, dict out, built by its first call."""
 
     def __init__(self) -> None:
@@ -90,7 +94,7 @@ def dicts_subclassed(adopt: Adopt) -> Results:
     return train(adopt(TwoBranches()), task, loss=LOSS_OF_EACH, metrics={"near": ["mae"]})
 
 
-class Pair(keras.Model):  # type: ignore[misc]
+class Pair(keras.Model):
     """A tuple in, a tuple out."""
 
     def __init__(self) -> None:
@@ -140,11 +144,12 @@ def step_weight(adopt: Adopt) -> Results:
 def sample_weight_by_output(adopt: Adopt) -> Results:
     (wide, ids), (near, kind) = two_parts()
     model = adopt(keras.Model({"wide": wide, "ids": ids}, {"near": near, "kind": kind}))
-    weights = tuple(
-        {"near": row_weights(count), "kind": row_weights(count)[::-1].copy()}
-        for count in (len(row_weights()), TEST_ROWS)
-    )
+    weights = (weights_by_output(ROWS), weights_by_output(TEST_ROWS))
     return train(model, two_part_data(as_dicts=True), weights=weights, loss=LOSS_OF_EACH)
+
+
+def weights_by_output(count: int) -> Any:
+    return {"near": row_weights(count), "kind": row_weights(count)[::-1].copy()}
 
 
 @WEIGHTS.case("`sample_weight` on a masked sequence")

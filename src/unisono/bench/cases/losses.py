@@ -20,7 +20,7 @@ def crossentropy(adopt: Adopt) -> Results:
 
 @LOSSES.case("custom loss class, defined in a function")
 def custom_class(adopt: Adopt) -> Results:
-    class Quantile(keras.losses.Loss):  # type: ignore[misc]
+    class Quantile(keras.losses.Loss):
         def __init__(self, quantile: float) -> None:
             super().__init__()
             self.quantile = quantile
@@ -109,7 +109,7 @@ def mean_with_zero_weights(adopt: Adopt) -> Results:
     return train(adopt(mlp()), weights=(weights[:ROWS], weights[ROWS:]), loss=loss)
 
 
-class Halved(keras.Model):  # type: ignore[misc]
+class Halved(keras.Model):
     """Computes its loss by itself, as the Keras guides do with `compute_loss`."""
 
     def __init__(self) -> None:

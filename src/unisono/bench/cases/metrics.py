@@ -6,9 +6,9 @@ import keras
 from keras import metrics, ops
 
 from unisono.bench.case import Adopt, Group, Results
+from unisono.bench.cases.sequences import tagger
 from unisono.bench.exercise import mlp, train
 from unisono.bench.tasks import TEST_ROWS, binary, classes, row_weights, tagged_tokens
-from unisono.bench.cases.sequences import tagger
 
 METRICS = Group("Metrics")
 CROSSENTROPY = "sparse_categorical_crossentropy"
@@ -62,7 +62,7 @@ def r2(adopt: Adopt) -> Results:
     return train(adopt(mlp()), metrics=watched)
 
 
-class LargestError(keras.metrics.Metric):  # type: ignore[misc]
+class LargestError(keras.metrics.Metric):
     """Keeps a maximum: states of replicas can't be added."""
 
     def __init__(self, name: str = "largest_error") -> None:
@@ -81,7 +81,7 @@ def custom_maximum(adopt: Adopt) -> Results:
     return train(adopt(mlp()), metrics=[LargestError()])
 
 
-class LastBatch(keras.metrics.Metric):  # type: ignore[misc]
+class LastBatch(keras.metrics.Metric):
     """Remembers the last row of the last batch and counts the batches."""
 
     def __init__(self, name: str = "last_batch") -> None:

@@ -112,7 +112,7 @@ def batch_norm_frozen(adopt: Adopt) -> Results:
 
 @NORMS.case(
     "`BatchNormalization(synchronized=True)`",
-    lacks={b: "Keras refuses `synchronized=True` off TensorFlow" for b in ("jax", "torch")},
+    lacks=dict.fromkeys(("jax", "torch"), "Keras refuses `synchronized=True` off TensorFlow"),
 )
 def batch_norm_synchronized(adopt: Adopt) -> Results:
     return train(adopt(normed_mlp(synchronized=True)))

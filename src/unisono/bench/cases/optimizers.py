@@ -30,7 +30,11 @@ for name, title, make in (
     ("sgd_nesterov", "SGD with Nesterov momentum", lambda: optimizers.SGD(0.05, 0.9, True)),
     ("adam", "Adam", lambda: optimizers.Adam(0.01)),
     ("adam_amsgrad", "Adam, AMSGrad", lambda: optimizers.Adam(0.01, amsgrad=True)),
-    ("rmsprop", "RMSprop, centered", lambda: optimizers.RMSprop(0.005, momentum=0.5, centered=True)),
+    (
+        "rmsprop",
+        "RMSprop, centered",
+        lambda: optimizers.RMSprop(0.005, momentum=0.5, centered=True),
+    ),
     ("adagrad", "Adagrad", lambda: optimizers.Adagrad(0.05)),
     ("nadam", "Nadam", lambda: optimizers.Nadam(0.01)),
     ("lamb", "Lamb", lambda: optimizers.Lamb(0.01)),
@@ -44,9 +48,7 @@ for name, title, make in (
     (
         "ema_overwrite",
         "Adam with EMA that overwrites the weights every 3 steps",
-        lambda: optimizers.Adam(
-            0.01, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=3
-        ),
+        lambda: optimizers.Adam(0.01, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=3),
     ),
 ):
     OPTIMIZERS.add(name, title, trained_by(make))

@@ -27,17 +27,16 @@ def float16_adam(adopt: Adopt) -> Results:
     return train(adopt(mlp()), optimizer=optimizer)
 
 
-@PRECISION.case("mixed_float16, steps skipped on overflow, scale halved and grown",
-                resolution="float16")
+@PRECISION.case(
+    "mixed_float16, steps skipped on overflow, scale halved and grown", resolution="float16"
+)
 def float16_overflow(adopt: Adopt) -> Results:
     keras.config.set_dtype_policy("mixed_float16")
     # Inputs are small: a gradient overflows by a sample's own part, never by the sum over a slice.
     plain = regression()
     task = Task(0.01 * plain.x, plain.y, 0.01 * plain.x_test, plain.y_test)
     model = adopt(stacked(layers.Dense(2, use_bias=False), shape=plain.x.shape[1:]))
-    scaled = optimizers.LossScaleOptimizer(
-        sgd(), initial_scale=2.0**25, dynamic_growth_steps=4
-    )
+    scaled = optimizers.LossScaleOptimizer(sgd(), initial_scale=2.0**25, dynamic_growth_steps=4)
     model.compile(scaled, "mse")
     return exercise(model, task)
 
@@ -59,6 +58,8 @@ def bfloat16_conv(adopt: Adopt) -> Results:
         shape=(6, 6, 2),
     )
     return train(
-        adopt(model), images(), optimizer=optimizers.SGD(0.05),
+        adopt(model),
+        images(),
+        optimizer=optimizers.SGD(0.05),
         loss="sparse_categorical_crossentropy",
     )

@@ -50,16 +50,21 @@ def embedded_mean() -> Any:
 @SEQUENCES.case("GRU with a mask and a loss for each step")
 def masked_gru(adopt: Adopt) -> Results:
     return train(
-        adopt(tagger(layers.GRU(4, return_sequences=True))), tagged_tokens(),
-        loss=CROSSENTROPY, metrics=["accuracy"],
+        adopt(tagger(layers.GRU(4, return_sequences=True))),
+        tagged_tokens(),
+        loss=CROSSENTROPY,
+        metrics=["accuracy"],
     )
 
 
 @SEQUENCES.case("LSTM with a mask and a loss for each step, under Adam")
 def masked_lstm(adopt: Adopt) -> Results:
     return train(
-        adopt(tagger(layers.LSTM(3, return_sequences=True))), tagged_tokens(),
-        loss=CROSSENTROPY, optimizer=optimizers.Adam(0.02), weighted_metrics=["accuracy"],
+        adopt(tagger(layers.LSTM(3, return_sequences=True))),
+        tagged_tokens(),
+        loss=CROSSENTROPY,
+        optimizer=optimizers.Adam(0.02),
+        weighted_metrics=["accuracy"],
     )
 
 

@@ -39,24 +39,24 @@ def normed() -> Any:
     )
 
 
-for rows, global_batch, title in (
-    (36, 12, "36 rows, global batch 12: divides for 2, 3 and 4 replicas"),
-    (47, 24, "47 rows, global batch 24: a remainder of 23"),
-    (25, 12, "25 rows, global batch 12: a remainder of one row"),
-    (26, 12, "26 rows, global batch 12: a remainder of two rows"),
-    (28, 7, "28 rows, global batch 7: never divides"),
-    (21, 10, "21 rows, global batch 10: divides for 2 alone"),
-    (9, 2, "9 rows, global batch 2: fewer rows than replicas in every step"),
-    (5, 1, "5 rows, global batch 1"),
-    (5, 8, "5 rows, global batch 8: one short batch"),
-    (3, 32, "3 rows, global batch 32: the data set is smaller than 4 replicas"),
-    (1, 4, "1 row in all"),
+for rows, global_batch, sharpest, title in (
+    (36, 12, 2, "36 rows, global batch 12: divides for 2, 3 and 4 replicas"),
+    (47, 24, 3, "47 rows, global batch 24: a remainder of 23"),
+    (25, 12, 3, "25 rows, global batch 12: a remainder of one row"),
+    (26, 12, 4, "26 rows, global batch 12: a remainder of two rows"),
+    (28, 7, 2, "28 rows, global batch 7: never divides"),
+    (21, 10, 3, "21 rows, global batch 10: divides for 2 alone"),
+    (9, 2, 4, "9 rows, global batch 2: fewer rows than replicas in every step"),
+    (5, 1, 2, "5 rows, global batch 1"),
+    (5, 8, 4, "5 rows, global batch 8: one short batch"),
+    (3, 32, 4, "3 rows, global batch 32: the data set is smaller than 4 replicas"),
+    (1, 4, 3, "1 row in all"),
 ):
 
     def run(adopt: Adopt, rows: int = rows, global_batch: int = global_batch) -> Results:
         return fit_rows(adopt, rows, global_batch)
 
-    SIZES.add(f"rows_{rows}_batch_{global_batch}", title, run)
+    SIZES.add(f"rows_{rows}_batch_{global_batch}", title, run, sharpest=sharpest)
 
 
 @SIZES.case("predict at every remainder: 1 to 9 rows, global batch 4")

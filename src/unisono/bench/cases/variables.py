@@ -27,7 +27,7 @@ def frozen_later(adopt: Adopt) -> Results:
     return {"first": first, "second": train(model)}
 
 
-class Unused(keras.Model):  # type: ignore[misc]
+class Unused(keras.Model):
     """Has a branch that no loss depends on."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ def no_gradient(adopt: Adopt) -> Results:
     return train(adopt(Unused()), optimizer=optimizers.Adam(0.01))
 
 
-class Switched(keras.Model):  # type: ignore[misc]
+class Switched(keras.Model):
     """Takes one of two branches, as the first feature of the batch says."""
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ def sign_of_batch(count: int) -> Any:
     return [1.0 if (row // GLOBAL_BATCH) % 2 == 0 else -1.0 for row in range(count)]
 
 
-class StepCounter(layers.Layer):  # type: ignore[misc]
+class StepCounter(layers.Layer):
     """Counts its training calls and scales by the count."""
 
     def build(self, shape: Any) -> None:

@@ -1,0 +1,71 @@
+"""Batch norm takes the statistics of the global batch, or those of a replica when told so."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import unisono
+
+MOMENTUM = 0.5
+
+
+class MeanOfFirstHalf(keras.metrics.Metric):
+    """The mean of the outputs of the batch's first half, which is the first replica's."""
+
+    def __init__(self, name="first_half"):
+        super().__init__(name=name)
+        self.value = self.add_variable((), "zeros", name="value")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.value.assign(ops.mean(y_pred[: ops.shape(y_pred)[0] // 2]))
+
+    def result(self):
+        return self.value
+
+
+def normalizing(**options):
+    keras.utils.set_random_seed(3)
+    norm = layers.BatchNormalization(momentum=MOMENTUM)
+    model = keras.Sequential([keras.Input((1,)), norm])
+    model = unisono.parallel(model, replicas=2, **options)
+    model.compile(keras.optimizers.SGD(0.0), "mse", metrics=[MeanOfFirstHalf()])
+    return model, norm
+
+
+def two_levels():
+    """Eight rows: around 0 in the first half, around 10 in the second."""
+    draw = np.random.default_rng(0)
+    return (draw.normal(size=(8, 1)) + [[0.0]] * 4 + np.repeat([[0.0], [10.0]], 4, 0)).astype("f4")
+
+
+def test_global_statistics_by_default():
+    x = two_levels()
+    model, norm = normalizing()
+    logs = model.train_on_batch(x, x, return_dict=True)
+    expected = (x[:4].mean() - x.mean()) / np.sqrt(x.var() + norm.epsilon)
+    assert logs["first_half"] == pytest.approx(expected, abs=1e-5)
+    moved = (1 - MOMENTUM) * x.mean()
+    assert ops.convert_to_numpy(norm.moving_mean)[0] == pytest.approx(moved, abs=1e-5)
+    moved = MOMENTUM + (1 - MOMENTUM) * x.var()
+    assert ops.convert_to_numpy(norm.moving_variance)[0] == pytest.approx(moved, abs=1e-4)
+
+
+def test_statistics_of_a_replica_when_told_so():
+    x = two_levels()
+    model, norm = normalizing(sync_batch_norm=False)
+    logs = model.train_on_batch(x, x, return_dict=True)
+    assert logs["first_half"] == pytest.approx(0.0, abs=1e-5)
+    # Whatever the replicas' own statistics become together, both halves have a spread near 1.
+    variance = ops.convert_to_numpy(norm.moving_variance)[0]
+    assert variance < MOMENTUM + (1 - MOMENTUM) * 4.0
+
+
+def test_replicas_stay_equal_when_each_has_its_own_statistics():
+    x = two_levels()
+    model, norm = normalizing(sync_batch_norm=False)
+    model.fit(x, x, batch_size=8, epochs=3, shuffle=False, verbose=0)
+    weights = [ops.convert_to_numpy(weight) for weight in model.weights]
+    assert all(np.isfinite(weight).all() for weight in weights)
+    expected = (x - weights[2]) / np.sqrt(weights[3] + norm.epsilon) * weights[0] + weights[1]
+    np.testing.assert_allclose(model.predict(x, batch_size=8, verbose=0), expected, atol=1e-4)

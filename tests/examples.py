@@ -1,0 +1,105 @@
+"""Runs the examples of the documentation, each as a program of its own, and prints a report.
+
+`python examples.py ROOT` runs every python block of README.md and docs/, and every doctest, on the
+backend that KERAS_BACKEND names. One process for all: each starts with fresh names and a fresh
+environment, and what unisono reads from the environment it reads when it is called.
+"""
+
+import contextlib
+import doctest
+import importlib
+import io
+import json
+import os
+import re
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+import unisono
+
+BACKENDS = ("jax", "tensorflow", "torch")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page, and the line that it starts on."""
+
+    page: str
+    line: int
+    language: str
+    code: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.page}:{self.line}"
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """Those that the block names beside KERAS_BACKEND, or all."""
+        named = re.findall(r"KERAS_BACKEND\W+(jax|tensorflow|torch)\b", self.code)
+        return tuple(named) or BACKENDS
+
+    def run(self) -> None:
+        # Empty lines in front, so that a traceback shows the page's own line numbers.
+        code = compile("\n" * self.line + self.code, self.page, "exec")
+        exec(code, {"__name__": "__main__"})
+
+
+def blocks(root: Path) -> list[Block]:
+    """All fenced blocks of the pages, in order."""
+    found = []
+    for path in [root / "README.md", *sorted((root / "docs").rglob("*.md"))]:
+        text = path.read_text(encoding="utf-8")
+        for match in re.finditer(r"^```(\w*)[^\n]*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+            line = text.count("\n", 0, match.start()) + 1
+            found.append(Block(str(path.relative_to(root)), line, match[1], match[2]))
+    return found
+
+
+def doctests() -> list[doctest.DocTest]:
+    """The examples in docstrings of the package, but for the engines, whose names are private."""
+    package = Path(unisono.__file__).parent
+    found = []
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package.parent).with_suffix("").parts
+        if ">>> " in path.read_text(encoding="utf-8") and "engines" not in parts:
+            module = importlib.import_module(".".join(parts))
+            tests = doctest.DocTestFinder(exclude_empty=True).find(module, module.__name__)
+            found += [test for test in tests if test.examples]
+    return found
+
+
+def run_doctest(test: doctest.DocTest) -> None:
+    output = io.StringIO()
+    doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=output.write)
+    if output.getvalue():
+        raise AssertionError(output.getvalue())
+
+
+def main() -> None:
+    backend = os.environ["KERAS_BACKEND"]
+    jobs = {
+        block.name: block.run
+        for block in blocks(Path(sys.argv[1]))
+        if block.language == "python" and backend in block.backends
+    }
+    jobs |= {test.name: lambda test=test: run_doctest(test) for test in doctests()}
+    report = {}
+    for name, job in jobs.items():
+        environment = dict(os.environ)
+        output = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(output):
+                job()
+            report[name] = {"output": output.getvalue(), "error": ""}
+        except BaseException:
+            report[name] = {"output": output.getvalue(), "error": traceback.format_exc()}
+        os.environ.clear()
+        os.environ.update(environment)
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

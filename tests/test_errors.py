@@ -1,0 +1,43 @@
+"""The tree of exceptions, as its docstring draws it and as users catch it."""
+
+import pickle
+import re
+
+import pytest
+
+from unisono import errors
+from unisono.errors import DeviceError, ModelError, StartedError, UnisonoError, WorkerError
+
+TREE = [
+    (DeviceError, ValueError),
+    (ModelError, TypeError),
+    (StartedError, RuntimeError),
+    (WorkerError, RuntimeError),
+]
+
+
+@pytest.mark.parametrize(("error", "builtin"), TREE)
+def test_each_error_is_ours_and_the_builtin_one(error, builtin):
+    assert issubclass(error, UnisonoError)
+    assert issubclass(error, builtin)
+    with pytest.raises(builtin, match="asked, found, do"):
+        raise error("asked, found, do")
+
+
+def test_the_docstring_draws_every_error():
+    drawn = re.findall(r"── (\w+) \((\w+)\)", errors.__doc__ or "")
+    assert drawn == [(error.__name__, builtin.__name__) for error, builtin in TREE]
+    defined = {
+        value
+        for value in vars(errors).values()
+        if isinstance(value, type) and issubclass(value, BaseException)
+    }
+    assert defined == {UnisonoError, *(error for error, _ in TREE)}
+
+
+@pytest.mark.parametrize("error", [error for error, _ in TREE])
+def test_errors_cross_processes(error):
+    copy = pickle.loads(pickle.dumps(error("as it was")))
+    assert type(copy) is error
+    assert copy.args == ("as it was",)
+    assert error.__doc__

@@ -1,0 +1,83 @@
+"""The names that users import, pinned: adding one is a decision, losing one breaks programs."""
+
+import inspect
+
+import pytest
+
+import unisono
+import unisono.compat
+
+PUBLIC = {
+    unisono: [
+        "DeviceError",
+        "ModelError",
+        "StartedError",
+        "UnisonoError",
+        "WorkerError",
+        "parallel",
+        "release",
+    ],
+    unisono.compat: ["multi_gpu_model"],
+}
+FUNCTIONS = [
+    getattr(module, name)
+    for module, names in PUBLIC.items()
+    for name in names
+    if inspect.isfunction(getattr(module, name))
+]
+
+
+@pytest.mark.parametrize("module", PUBLIC, ids=lambda module: module.__name__)
+def test_the_public_names(module):
+    assert sorted(module.__all__) == PUBLIC[module]
+    assert all(hasattr(module, name) for name in module.__all__)
+
+
+def test_nothing_else_is_there_to_find():
+    """Modules of ours aside, every other name begins with an underscore."""
+    visible = [
+        name
+        for name, value in vars(unisono).items()
+        if not name.startswith("_") and not inspect.ismodule(value)
+    ]
+    assert sorted(visible) == PUBLIC[unisono]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+def test_every_public_function_says_what_it_promises(function):
+    text = inspect.getdoc(function)
+    assert text is not None
+    assert text.splitlines()[0].endswith((".", ";", ","))
+    assert ">>> " in text
+    parameters = inspect.signature(function).parameters.values()
+    assert all(parameter.annotation is not parameter.empty for parameter in parameters)
+    assert inspect.signature(function).return_annotation is not inspect.Signature.empty
+
+
+@pytest.mark.parametrize(
+    ("function", "signature"),
+    [
+        (unisono.parallel, "(model, *, replicas=None, gpus=None, sync_batch_norm=True)"),
+        (unisono.release, "(model)"),
+        (
+            unisono.compat.multi_gpu_model,
+            "(model, gpus=None, cpu_merge=True, cpu_relocation=False)",
+        ),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_signatures(function, signature):
+    parameters = [
+        parameter.replace(annotation=parameter.empty)
+        for parameter in inspect.signature(function).parameters.values()
+    ]
+    assert str(inspect.Signature(parameters)) == signature
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLIC[unisono] if name.endswith("Error")])
+def test_errors_are_documented(name):
+    assert inspect.getdoc(getattr(unisono, name))
+
+
+def test_the_version_is_that_of_the_package():
+    assert [int(part) for part in unisono.__version__.split(".")] >= [0, 1, 0]
