@@ -30,8 +30,9 @@ def compiled(optimizer):
     return model
 
 
-@pytest.mark.parametrize("optimizer", [excluding, scaled, several])
-@pytest.mark.parametrize("epochs_before", [0, 1])
+@pytest.mark.parametrize(
+    ("optimizer", "epochs_before"), [(excluding, 0), (scaled, 1), (several, 0), (several, 1)]
+)
 def test_records_by_key_stay_right(optimizer, epochs_before):
     x, y = rows()
     expected = compiled(optimizer)

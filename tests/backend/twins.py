@@ -6,19 +6,15 @@ from typing import Any
 
 import keras
 import numpy as np
+from twins_data import fit, rows
 
 import unisono
+
+__all__ = ["fit", "rows"]
 
 BACKEND = keras.backend.backend()
 TOLERANCE = 1e-5
 SEED = 7
-
-
-def rows(count: int = 24, *, seed: int = 0) -> tuple[Any, Any]:
-    """Inputs and targets of a small regression; later rows are larger, so order matters."""
-    draw = np.random.default_rng(seed)
-    x = draw.normal(size=(count, 4)) * np.linspace(0.5, 1.5, count)[:, None]
-    return x.astype("float32"), np.tanh(x @ draw.normal(size=(4, 1))).astype("float32")
 
 
 def mlp() -> Any:
@@ -54,13 +50,6 @@ def trained(epochs: int, build: Callable[[], Any] = mlp) -> list[Any]:
 def twins(build: Callable[[], Any] = mlp, *, replicas: int = 2, **options: Any) -> tuple[Any, Any]:
     """A plain model and a parallel one with the same weights."""
     return plain(build, **options), adopted(build, replicas=replicas, **options)
-
-
-def fit(model: Any, x: Any, y: Any = None, **options: Any) -> Any:
-    """`model.fit`, quiet and in order; returns the history's dict."""
-    if isinstance(x, np.ndarray):
-        options = {"batch_size": 8, **options}
-    return model.fit(x, y, **{"shuffle": False, "verbose": 0, **options}).history
 
 
 def state(model: Any) -> list[Any]:

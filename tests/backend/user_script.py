@@ -35,14 +35,14 @@ class Quartic(keras.losses.Loss):
 class Largest(keras.metrics.Metric):
     def __init__(self, name="largest"):
         super().__init__(name=name)
-        self.value = self.add_weight(shape=(), initializer="zeros", name="value")
+        self.error = self.add_weight(shape=(), initializer="zeros", name="error")
 
     def update_state(self, y_true, y_pred, sample_weight=None):
         error = ops.max(ops.abs(ops.cast(y_true, y_pred.dtype) - y_pred))
-        self.value.assign(ops.maximum(self.value, error))
+        self.error.assign(ops.maximum(self.error, error))
 
     def result(self):
-        return self.value
+        return self.error.value
 
 
 class Rows(keras.utils.PyDataset):
@@ -64,7 +64,11 @@ def train(replicas):
     model.compile("sgd", Quartic(), metrics=[Largest()])
     x = np.linspace(-1, 1, 80, dtype="float32").reshape(20, 4)
     history = model.fit(Rows(x, x[:, :1]), epochs=2, verbose=0, shuffle=False)
-    return [*history.history["loss"], *history.history["largest"], *map(np.sum, model.get_weights())]
+    return [
+        *history.history["loss"],
+        *history.history["largest"],
+        *map(np.sum, model.get_weights()),
+    ]
 
 
 apart = np.max(np.abs(np.subtract(train(None), train(2))))

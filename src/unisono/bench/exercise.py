@@ -5,7 +5,7 @@ from typing import Any
 import keras
 from keras import layers
 
-from unisono.bench.case import Results, state_of
+from unisono.bench.case import Results, by_position, state_of
 from unisono.bench.tasks import EPOCHS, GLOBAL_BATCH, NUM_FEATURES, Task, regression
 
 
@@ -55,9 +55,11 @@ def exercise(
     settings = {"validation_data": held_out, "sample_weight": for_fit, **options}
     return {
         "history": fit(model, task.x, task.y, **settings),
+        # Before `evaluate`: on JAX, plain Keras gives away the averages of EMA there.
+        **state_of(model),
         "evaluate": evaluate(model, task.x_test, task.y_test, sample_weight=for_test),
         "predict": predict(model, task.x_test),
-        **state_of(model),
+        "afterwards": by_position(model.weights),
     }
 
 

@@ -23,7 +23,6 @@ def main(way: str, global_batch: int, num_batches: int) -> None:
 
     import unisono
 
-    peer: list[subprocess.Popen[bytes]] = []
     rng = np.random.default_rng(0)
     x = rng.random((global_batch * num_batches, 28, 28, 1), dtype=np.float32)
     y = rng.integers(0, 10, len(x))
@@ -41,8 +40,6 @@ def main(way: str, global_batch: int, num_batches: int) -> None:
         start = time.perf_counter()
         fit()
         print(len(x) / (time.perf_counter() - start), flush=True)
-    for process in peer:
-        process.kill()
 
 
 def build() -> Any:

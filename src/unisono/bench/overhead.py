@@ -63,12 +63,7 @@ def measure(
                 rates[way].append(float(_answer(process)))
     finally:
         for process in processes.values():
-            process.stdin.close()
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            _end(process)
     return rates
 
 
@@ -85,6 +80,16 @@ def _start(backend: str, way: str, sizes: tuple[int, int]) -> "subprocess.Popen[
     while _answer(process) != "ready":
         pass
     return process
+
+
+def _end(process: "subprocess.Popen[str]") -> None:
+    assert process.stdin is not None
+    process.stdin.close()
+    try:
+        process.wait(20)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _answer(process: "subprocess.Popen[str]") -> str:

@@ -31,6 +31,8 @@ def multi_gpu_model(
     unisono.errors.DeviceError: For multi-gpu usage to be effective, call `multi_gpu_model` with \
 `gpus >= 2`. Received: `gpus=1`
     """
+    if isinstance(gpus, str) or not isinstance(gpus, int | Sequence | None):
+        return parallel(model, gpus=gpus)  # Refuses it, and says what to give instead.
     available = count_gpus()
     ids = _gpu_ids(gpus, available)
     missing = [i for i in ids if i not in range(available)]

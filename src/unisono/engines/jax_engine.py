@@ -108,7 +108,8 @@ class JaxReplicas:
         self._split = NamedSharding(mesh, PartitionSpec(_AXIS))
 
     def _own_variables(self) -> list[Any]:
-        variables = [*self._model.variables, *self._model.metrics_variables]
+        variables = list(self._model.variables)
+        variables += self._model.metrics_variables if self._model.compiled else []
         for optimizer in optimizers_of(self._model):
             variables += optimizer.variables
         return variables

@@ -65,6 +65,8 @@ class StepState:
     replicated_metrics: set[int] = field(default_factory=set)
     """Ids of metrics that were given global values, so that all replicas agree on them."""
     is_reduced: bool = True
+    weighted_optimizers: set[int] = field(default_factory=set)
+    """Ids of optimizers whose loss has been weighted by share already, in `scale_loss`."""
     gathered: dict[int, tuple[Any, Any]] = field(default_factory=dict)
 
 
@@ -89,8 +91,10 @@ class Replica(Protocol):
     def total(self, tensors: Sequence[Any]) -> list[Any]:
         """Sums over replicas."""
 
-    def reduce_gradients(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Sums over replicas weighted by share; None where no replica has a gradient."""
+    def reduce_gradients(
+        self, gradients: Sequence[Any], variables: Sequence[Any], weight: Any
+    ) -> list[Any]:
+        """Sums over replicas times a weight; None where no replica has a gradient."""
 
 
 class Replication:
@@ -129,6 +133,7 @@ class Replication:
             self._hook(metric, "update_state", self._update_metric)
         for optimizer in optimizers_of(model):
             self._hook(optimizer, "apply", self._apply_gradients)
+            self._hook(optimizer, "scale_loss", self._scale_loss)
         self._drifting = list(_drifting_variables(model, self._sync_batch_norm))
 
     def release(self) -> None:
@@ -212,7 +217,19 @@ class Replication:
     ) -> Any:
         variables = trainable_variables
         variables = optimizer._trainable_variables if variables is None else list(variables)
-        return plain(replica.reduce_gradients(list(grads), variables), trainable_variables)
+        weighted = replica.state.weighted_optimizers
+        weight = 1.0 if id(optimizer) in weighted else replica.share
+        weighted.discard(id(optimizer))
+        reduced = replica.reduce_gradients(list(grads), variables, weight)
+        return plain(reduced, trainable_variables)
+
+    def _scale_loss(
+        self, replica: Replica, optimizer: Any, plain: Callable[..., Any], loss: Any
+    ) -> Any:
+        # Weighted here and not later where there is a choice: gradients then are as large as on
+        # one device all the way, and in half precision overflow where they do there.
+        replica.state.weighted_optimizers.add(id(optimizer))
+        return plain(loss) * ops.cast(replica.share, loss.dtype)
 
     def _get_metrics_result(self) -> Any:
         replica = self._current()
@@ -301,12 +318,16 @@ def is_sum_of_samples(metric: Any) -> bool:
     function = getattr(metric, "_fn", None)
     if function is None:
         return True
+    if getattr(metric, "_fn_kwargs", {}).get("axis", -1) != -1:
+        return False
     is_keras = isinstance(function, types.FunctionType) and function.__module__.startswith("keras.")
     return is_keras and function not in _METRICS_OF_THE_BATCH
 
 
 def _leaf_metrics(model: keras.Model) -> list[Any]:
     """The metrics that hold state, once each, whatever a user's `metrics` property lists."""
+    if not model.compiled:
+        return []  # A user's property may need what their `compile` makes.
     listed = [*model.metrics, model._loss_tracker, model._compile_metrics]
     if model._compile_loss is not None:
         listed += model._compile_loss.metrics
@@ -357,10 +378,12 @@ def _reduce_metrics(replica: Replica) -> None:
         else:
             own.append(variable)
             before.append(value)
-    factor = replica.metric_factor
-    added = replica.total([v.value * ops.cast(factor, v.dtype) for v in own])
+    added = replica.total([variable.value for variable in own])
     for variable, value, total in zip(own, before, added, strict=True):
-        variable.assign(value + total)
+        share = ops.cast(total, "float32") * replica.metric_factor
+        is_float = keras_backend.is_float_dtype(variable.dtype)
+        share = share if is_float else ops.round(share)
+        variable.assign(value + ops.cast(share, variable.dtype))
 
 
 def _gather(replica: Replica, structure: Any) -> Any:

@@ -194,7 +194,9 @@ class TensorFlowReplicas:
         """Give every variable a new tf.Variable, and optimizers the keys that go with them."""
         model = self._model
         optimizers = list(with_inner(optimizers_of(model)))
-        variables = [*model.variables, *model.metrics_variables]
+        variables = list(model.variables)
+        # A user's `metrics` may need what their `compile` makes.
+        variables += model.metrics_variables if model.compiled else []
         for optimizer in optimizers:
             variables += optimizer.variables
         variables = [variable for variable in variables if variable._value is not None]
@@ -344,6 +346,8 @@ class TensorFlowReplica:
             every = self._context.all_gather(x[tf.newaxis], axis=0)
 
             def gradient(upstream: Any) -> Any:
+                if self.state.weighted_optimizers:
+                    return self.total([upstream])[0][self._index]
                 share = tf.cast(self.share, upstream.dtype)
                 return self.total([upstream * share])[0][self._index] / share
 
@@ -356,17 +360,20 @@ class TensorFlowReplica:
             return []
         return list(self._context.all_reduce(tf.distribute.ReduceOp.SUM, list(tensors)))
 
-    def reduce_gradients(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        known = [self._weighted(g) for g in gradients if g is not None]
+    def reduce_gradients(
+        self, gradients: Sequence[Any], variables: Sequence[Any], weight: Any
+    ) -> list[Any]:
+        known = [_weighted(g, weight) for g in gradients if g is not None]
         totals = iter(self.total(known))
         return [None if g is None else next(totals) for g in gradients]
 
-    def _weighted(self, gradient: Any) -> Any:
-        share = tf.cast(self.share, gradient.dtype)
-        if isinstance(gradient, tf.IndexedSlices):
-            # Kept sparse: Keras' optimizers update only the rows that were used.
-            return tf.IndexedSlices(gradient.values * share, gradient.indices, gradient.dense_shape)
-        return gradient * share
+
+def _weighted(gradient: Any, weight: Any) -> Any:
+    weight = tf.cast(weight, gradient.dtype)
+    if isinstance(gradient, tf.IndexedSlices):
+        # Kept sparse: Keras' optimizers update only the rows that were used.
+        return tf.IndexedSlices(gradient.values * weight, gradient.indices, gradient.dense_shape)
+    return gradient * weight
 
 
 def _remedy(found: int, count: int) -> str:

@@ -15,6 +15,8 @@ import cloudpickle
 import keras
 import torch
 from keras.src.backend.torch.core import Variable
+from keras.src.models.functional import Functional
+from keras.src.models.model import inject_functional_model_class
 from keras.src.saving.keras_saveable import KerasSaveable
 from keras.src.utils import tracking
 
@@ -81,6 +83,15 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc, unused-ignore]
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, type):
             return super().reducer_override(obj)
+        if isinstance(obj, Functional):
+            return (
+                _blank_functional,
+                (type(obj),),
+                dict(_attributes(obj)),
+                None,
+                None,
+                _set_attributes,
+            )
         if isinstance(obj, KerasSaveable):
             return _blank, (type(obj),), dict(_attributes(obj)), None, None, _set_attributes
         if isinstance(obj, _TRACKED):
@@ -117,6 +128,14 @@ def _blank(cls: type) -> Any:
     # Neither __init__ nor a class's own __new__: both may want arguments.
     base: Any = next((kind for kind in (list, dict, set) if issubclass(cls, kind)), object)
     return base.__new__(cls)
+
+
+def _blank_functional(cls: type) -> Any:
+    # Keras makes a user's class a functional one when it is called with inputs and outputs, which
+    # a class that was imported here has never been.
+    if not issubclass(cls, Functional):
+        inject_functional_model_class(cls)
+    return _blank(cls)
 
 
 def _set_attributes(obj: Any, attributes: dict[str, Any]) -> None:

@@ -94,15 +94,15 @@ class TorchReplica:
 
     def __init__(self, group: Group, num_rows: int) -> None:
         self.state = StepState()
-        self._group = group
+        self.group = group
         self._sizes = share_sizes(num_rows, group.size)
         self.share = self._sizes[group.rank] / num_rows
 
     def gather_rows(self, x: torch.Tensor) -> torch.Tensor:
-        if len(x) != self._sizes[self._group.rank]:
+        if len(x) != self._sizes[self.group.rank]:
             return x  # Not one row a sample, so there is nothing to put in order.
-        parts = self._group.gather_rows(x, self._sizes)
-        parts[self._group.rank] = x  # The one part that gradients flow into.
+        parts = self.group.gather_rows(x, self._sizes)
+        parts[self.group.rank] = x  # The one part that gradients flow into.
         return torch.cat(parts)
 
     def with_global_gradient(self, loss: torch.Tensor) -> torch.Tensor:
@@ -110,36 +110,41 @@ class TorchReplica:
         return scaled + (loss - scaled).detach()
 
     def stack(self, x: torch.Tensor) -> torch.Tensor:
-        stacked: torch.Tensor = _Stack.apply(x, self._group, self.share)
+        stacked: torch.Tensor = _Stack.apply(x, self)
         return stacked
 
     def total(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return self._group.add_up(tensors)
+        return self.group.add_up(tensors)
 
     def reduce_gradients(
-        self, gradients: Sequence[torch.Tensor | None], variables: Sequence[Any]
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        variables: Sequence[Any],
+        weight: float,
     ) -> list[torch.Tensor | None]:
         # A gradient may exist on some replicas only (a branch that depends on the data).
         has = [float(gradient is not None) for gradient in gradients]
         weighted = [
-            torch.zeros_like(variable.value) if gradient is None else gradient * self.share
+            torch.zeros_like(variable.value) if gradient is None else gradient * weight
             for gradient, variable in zip(gradients, variables, strict=True)
         ]
-        flags = torch.tensor(has, dtype=torch.float32, device=self._group.device)
-        *totals, count = self._group.add_up([*weighted, flags])
+        flags = torch.tensor(has, dtype=torch.float32, device=self.group.device)
+        *totals, count = self.group.add_up([*weighted, flags])
         return [total if n else None for total, n in zip(totals, count.tolist(), strict=True)]
 
 
 class _Stack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group, share: float) -> torch.Tensor:
-        ctx.group, ctx.share = group, share
-        return torch.stack(group.gather(x))
+    def forward(ctx: Any, x: torch.Tensor, replica: TorchReplica) -> torch.Tensor:
+        ctx.replica = replica
+        return torch.stack(replica.group.gather(x))
 
     @staticmethod
-    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (total,) = ctx.group.add_up([upstream[0] * ctx.share])
-        return total[ctx.group.rank] / ctx.share, None, None
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor, None]:
+        replica = ctx.replica
+        share = 1.0 if replica.state.weighted_optimizers else replica.share
+        (total,) = replica.group.add_up([upstream[0] * share])
+        return total[replica.group.rank] / share, None
 
 
 def own_rows(num_rows: int, group: Group) -> slice:

@@ -33,7 +33,9 @@ class Worker:
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module, str(theirs.fileno()), *arguments],
+                # -P: the search path is this process' own, and does not begin with the folder
+                # that it happens to be in.
+                [sys.executable, "-P", "-m", module, str(theirs.fileno()), *arguments],
                 env=_environment(env),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,

@@ -149,7 +149,7 @@ def compiled_before(adopt: Adopt) -> Results:
 @ORDER.case("trained before `parallel`: the optimizer's state carries over")
 def trained_before(adopt: Adopt) -> Results:
     model, task = mlp(), regression()
-    model.compile(optimizers.AdamW(0.01, use_ema=True), "mse", metrics=["mae"])
+    model.compile(optimizers.AdamW(0.01), "mse", metrics=["mae"])
     first = fit(model, task.x, task.y, steps_per_epoch=3, epochs=1)
     return {"first": first, **exercise(adopt(model), task)}
 

@@ -1,0 +1,690 @@
+"""Every name that the engines use and that Keras or a backend does not promise, in one table.
+
+A new release that moves one fails here first, with a message that says who uses it and for what.
+"""
+
+import ast
+import importlib
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import unisono
+
+BACKEND = keras.backend.backend()
+X, Y = np.ones((6, 4), "float32"), np.ones((6, 1), "float32")
+
+
+@dataclass(frozen=True)
+class Name:
+    """One name: where it is used, what for, and a check that it is still what it was."""
+
+    name: str
+    used_by: str
+    purpose: str
+    check: Callable[[Any], bool]
+    backends: tuple[str, ...] = ("jax", "tensorflow", "torch")
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A plain model with a bit of everything, trained for a step."""
+    block = keras.Sequential([keras.layers.Dense(3), keras.layers.BatchNormalization(name="norm")])
+    layers = [keras.Input((4,)), block, keras.layers.Dropout(0.5), keras.layers.Dense(1)]
+    model = keras.Sequential(layers)
+    optimizer = keras.optimizers.AdamW(0.01, weight_decay=0.1)
+    optimizer.exclude_from_weight_decay(var_list=[block.layers[0].kernel])
+    model.compile(optimizer, "mse", metrics=["mae"])
+    model.fit(X, Y, validation_data=(X, Y), verbose=0)
+    return model
+
+
+def lookup(path: str) -> Any:
+    """`module:attribute.attribute` as an object."""
+    module, _, attributes = path.partition(":")
+    found = importlib.import_module(module)
+    for attribute in filter(None, attributes.split(".")):
+        found = getattr(found, attribute)
+    return found
+
+
+def takes(function: Any, *parameters: str) -> bool:
+    """Whether a function's parameters begin with these (`self` left out)."""
+    names = [name for name in inspect.signature(function).parameters if name != "self"]
+    return tuple(names[: len(parameters)]) == parameters
+
+
+def has_signature(path: str, *parameters: str) -> Callable[[Any], bool]:
+    return lambda model: takes(lookup(path), *parameters)
+
+
+def norm_of(model: Any) -> Any:
+    return next(layer for layer in model._flatten_layers() if layer.name == "norm")
+
+
+def is_used_in_call(layer: Any) -> bool:
+    calls = []
+    moments = layer._moments
+    vars(layer)["_moments"] = lambda *args: calls.append(1) or moments(*args)
+    try:
+        layer(np.ones((2, 3), "float32"), training=True)
+    finally:
+        vars(layer).pop("_moments")
+    return bool(calls)
+
+
+def is_read_from_instance(attribute: str) -> Callable[[Any], bool]:
+    """Whether Keras calls a method through the object, so that one bound there is used."""
+
+    def check(model: Any) -> bool:
+        calls = []
+        method = getattr(model, attribute)
+        vars(model)[attribute] = lambda *args, **kwargs: calls.append(1) or method(*args, **kwargs)
+        try:
+            model.train_function = model.test_function = model.predict_function = None
+            model.fit(X, Y, verbose=0)
+            model.predict(X, verbose=0)
+        finally:
+            vars(model).pop(attribute)
+            model.train_function = model.test_function = model.predict_function = None
+        return bool(calls)
+
+    return check
+
+
+def swaps_value(model: Any) -> bool:
+    """Whether another `_value` is all that it takes to give a variable another value."""
+    variable = model.layers[-1].bias
+    value = variable._value
+    variable.assign(keras.ops.ones_like(value) * 7)
+    other, variable._value = variable._value, value
+    variable._value = other
+    return float(keras.ops.convert_to_numpy(variable)[0]) == 7.0
+
+
+def excludes_by_key(model: Any) -> bool:
+    optimizer = model.optimizer
+    kernel = model.layers[0].layers[0].kernel
+    is_listed = optimizer._exclude_from_weight_decay == {optimizer._var_key(kernel)}
+    return is_listed and set(optimizer._exclude_from_weight_decay_cache.values()) == {True, False}
+
+
+def knows_indices_by_key(model: Any) -> bool:
+    optimizer = model.optimizer
+    keys = [optimizer._var_key(variable) for variable in optimizer._trainable_variables]
+    return optimizer._trainable_variables_indices == {key: i for i, key in enumerate(keys)}
+
+
+def routes_by_key(model: Any) -> bool:
+    sgd = keras.optimizers.SGD(0.1)
+    several = keras.optimizers.MultiOptimizer(lambda variable: sgd)
+    several.build(model.trainable_variables)
+    keys = {several._var_key(variable) for variable in model.trainable_variables}
+    return several._var_to_optimizer_idx == dict.fromkeys(keys, 0) and several.optimizers == [sgd]
+
+
+def differs_from_base(part: str) -> Callable[[Any], bool]:
+    """Whether TensorFlow's optimizer overrides a part that its base has in the same form."""
+
+    def check(model: Any) -> bool:
+        base = getattr(lookup("keras.src.optimizers.base_optimizer:BaseOptimizer"), part)
+        own = getattr(lookup("keras.src.backend.tensorflow.optimizer:TFOptimizer"), part)
+        parameters = list(inspect.signature(base).parameters)
+        return own is not base and list(inspect.signature(own).parameters) == parameters
+
+    return check
+
+
+def tracks_in_containers(model: Any) -> bool:
+    tracking = lookup("keras.src.utils.tracking")
+    kinds = (tracking.TrackedList, tracking.TrackedDict, tracking.TrackedSet)
+    return [kind.__mro__[1] for kind in kinds] == [list, dict, set]
+
+
+def counts_writes(model: Any) -> bool:
+    value = model.layers[-1].bias._value
+    before = value._version
+    model.layers[-1].bias.assign(keras.ops.zeros_like(value))
+    is_new = model.layers[-1].bias._value is not value
+    return is_new or value._version > before
+
+
+def keeps_validation_data(model: Any) -> bool:
+    seen = []
+    look = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: seen.append(vars(model).get("_eval_epoch_iterator")),
+    )
+    model.fit(X, Y, validation_data=(X, Y), callbacks=[look], verbose=0)
+    return seen[0] is not None
+
+
+def makes_gloo_on_loopback(model: Any) -> bool:
+    import torch.distributed as dist
+
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    return len(options._devices) == 1 and options._timeout is not None
+
+
+def keys_collectives(model: Any) -> bool:
+    import tensorflow as tf
+
+    return tf.distribute.MirroredStrategy._collective_key_base == 0
+
+
+def asks_whether_started(model: Any) -> bool:
+    from jax._src import xla_bridge
+
+    return xla_bridge.backends_are_initialized() is True
+
+
+JAX, TF, TORCH = ("jax",), ("tensorflow",), ("torch",)
+NORM = "keras.layers:BatchNormalization"
+
+TABLE = [
+    # -- Keras, on every backend ---------------------------------------------------------------
+    Name(
+        "_flatten_layers",
+        "batch_norm, replication, torch_engine",
+        "to find the layers of nested models",
+        lambda model: norm_of(model) is model.layers[0].layers[1],
+    ),
+    Name(
+        "_non_trainable_variables",
+        "replication",
+        "to average the state of a user's own layer, without that of the layers inside",
+        lambda model: (
+            len(norm_of(model)._non_trainable_variables) == 2
+            and model.layers[0]._non_trainable_variables == []
+        ),
+    ),
+    Name(
+        "_reduction_axes",
+        "batch_norm",
+        "as the axes of the moments",
+        lambda model: list(norm_of(model)._reduction_axes) == [0],
+    ),
+    Name(
+        "_moments",
+        "batch_norm",
+        "to replace a layer's moments by those of the global batch",
+        lambda model: (
+            takes(norm_of(model)._moments, "inputs", "mask") and is_used_in_call(norm_of(model))
+        ),
+    ),
+    Name(
+        "call",
+        "batch_norm",
+        "to normalize groups of rows apart on JAX",
+        has_signature(f"{NORM}.call", "inputs", "training", "mask"),
+    ),
+    Name(
+        "_compile_loss",
+        "replication, torch_engine",
+        "to compute a loss on all rows",
+        lambda model: (
+            takes(model._compile_loss.call, "y_true", "y_pred", "sample_weight")
+            and model._compile_loss.built
+            and isinstance(model._compile_loss.metrics, list)
+        ),
+    ),
+    Name(
+        "_flat_losses",
+        "replication",
+        "to tell plain means of samples from other losses",
+        lambda model: (
+            [flat.loss.fn.__name__ for flat in model._compile_loss._flat_losses]
+            == ["mean_squared_error"]
+        ),
+    ),
+    Name(
+        "_fn_kwargs",
+        "replication",
+        "to see arguments of a loss that make it no plain mean of samples",
+        lambda model: (
+            keras.losses.SparseCategoricalCrossentropy(ignore_class=2)._fn_kwargs["ignore_class"]
+            == 2
+        ),
+    ),
+    Name(
+        "keras.src.losses.losses:LossFunctionWrapper",
+        "replication",
+        "to tell Keras' own losses from a user's class",
+        has_signature("keras.src.losses.losses:LossFunctionWrapper.call", "y_true", "y_pred"),
+    ),
+    Name(
+        "keras.src.losses:losses",
+        "replication",
+        "as the functions behind Keras' own losses",
+        lambda model: (
+            keras.losses.MeanSquaredError().fn
+            is lookup("keras.src.losses.losses:mean_squared_error")
+        ),
+    ),
+    Name(
+        "_compile_metrics",
+        "replication, torch_engine",
+        "to find the metrics that hold state",
+        lambda model: [metric.name for metric in model._compile_metrics.metrics] == ["mae"],
+    ),
+    Name(
+        "keras.src.trainers.compile_utils:CompileMetrics",
+        "replication",
+        "to take the metrics out of their container",
+        lambda model: isinstance(
+            model._compile_metrics, lookup("keras.src.trainers.compile_utils:CompileMetrics")
+        ),
+    ),
+    Name(
+        "_loss_tracker",
+        "replication",
+        "to count the loss over all rows",
+        lambda model: isinstance(model._loss_tracker, keras.metrics.Mean),
+    ),
+    Name(
+        "_fn",
+        "replication",
+        "to tell metrics of Keras' own functions from those of a user's",
+        lambda model: keras.metrics.MeanSquaredError()._fn.__module__.startswith("keras."),
+    ),
+    Name(
+        "get_metrics_result",
+        "replication",
+        "to add the metrics up before they are read",
+        is_read_from_instance("get_metrics_result"),
+        ("tensorflow", "torch"),
+    ),
+    Name(
+        "apply",
+        "replication",
+        "to add gradients up before anything else is done to them",
+        has_signature("keras.optimizers:Optimizer.apply", "grads", "trainable_variables"),
+    ),
+    Name(
+        "_trainable_variables",
+        "replication, torch_carry",
+        "as the variables that an optimizer was built for",
+        lambda model: (
+            list(map(id, model.optimizer._trainable_variables))
+            == list(map(id, model.trainable_variables))
+        ),
+    ),
+    Name(
+        "_trainable_variables_indices",
+        "replication, torch_carry",
+        "to bring an optimizer's index up to date when variables get other keys",
+        knows_indices_by_key,
+    ),
+    Name(
+        "_var_key",
+        "tensorflow_engine, torch_carry",
+        "as the key under which an optimizer knows a variable",
+        has_signature("keras.optimizers:Optimizer._var_key", "variable"),
+    ),
+    Name(
+        "_exclude_from_weight_decay",
+        "replication",
+        "to keep variables excluded when they get other keys",
+        excludes_by_key,
+    ),
+    Name(
+        "_exclude_from_weight_decay_cache",
+        "replication",
+        "to forget answers that were given for other keys",
+        excludes_by_key,
+    ),
+    Name(
+        "_var_to_optimizer_idx",
+        "replication",
+        "to keep variables with their optimizer when they get other keys",
+        routes_by_key,
+    ),
+    Name(
+        "keras.src:backend",
+        "replication",
+        "for masks and data types",
+        lambda model: (
+            takes(lookup("keras.src.backend:get_keras_mask"), "x")
+            and takes(lookup("keras.src.backend:set_keras_mask"), "x", "mask")
+            and lookup("keras.src.backend:is_float_dtype")("bfloat16")
+        ),
+    ),
+    Name(
+        "seed_generator_state",
+        "replication",
+        "to find the state of random layers, to give each replica a stream of its own",
+        lambda model: (
+            [v.name for v in model.layers[1].non_trainable_variables] == ["seed_generator_state"]
+        ),
+    ),
+    Name(
+        "keras.src.trainers.data_adapters.array_data_adapter:can_convert_arrays",
+        "parallel",
+        "to see whether Keras will cut the data into batches of the size given",
+        lambda model: (
+            lookup("keras.src.trainers.data_adapters.array_data_adapter:can_convert_arrays")(
+                {"x": X}
+            )
+            and not lookup(
+                "keras.src.trainers.data_adapters.array_data_adapter:can_convert_arrays"
+            )(iter([X]))
+        ),
+    ),
+    Name("_value", "all engines", "to give a variable copies on other devices", swaps_value),
+    Name(
+        "train_function",
+        "jax_engine, tensorflow_engine",
+        "to have steps traced again for other devices",
+        lambda model: (
+            {"train_function", "test_function", "predict_function"} <= set(vars(model))
+            and takes(model.make_train_function, "force")
+        ),
+        ("jax", "tensorflow"),
+    ),
+    Name(
+        "train_step",
+        "all engines",
+        "to run a step on every replica",
+        is_read_from_instance("train_step"),
+    ),
+    Name(
+        "predict_step",
+        "tensorflow_engine, torch_engine",
+        "to predict each replica's rows",
+        is_read_from_instance("predict_step"),
+        ("tensorflow", "torch"),
+    ),
+    # -- JAX -----------------------------------------------------------------------------------
+    Name(
+        "_get_jax_state",
+        "jax_engine",
+        "to leave the values in the variables while a step runs",
+        lambda model: (
+            takes(
+                model._get_jax_state,
+                "trainable_variables",
+                "non_trainable_variables",
+                "optimizer_variables",
+                "metrics_variables",
+                "purge_model_variables",
+            )
+            and is_read_from_instance("_get_jax_state")(model)
+        ),
+        JAX,
+    ),
+    Name(
+        "_make_function",
+        "jax_engine",
+        "to lay each step's data and state out over the devices",
+        lambda model: (
+            takes(model._make_function, "step_function", "concatenate_outputs")
+            and is_read_from_instance("_make_function")(model)
+        ),
+        JAX,
+    ),
+    Name(
+        "_jax_state_synced",
+        "jax_engine",
+        "to say that the variables are never behind",
+        lambda model: model._jax_state_synced is True and takes(model.jax_state_sync),
+        JAX,
+    ),
+    Name(
+        "jax._src:xla_bridge",
+        "jax_engine",
+        "to ask whether JAX has started, without starting it",
+        asks_whether_started,
+        JAX,
+    ),
+    Name(
+        "jax_num_cpu_devices",
+        "jax_engine",
+        "to set the number of CPU devices, after a restart if need be",
+        lambda model: (
+            isinstance(lookup("jax:config").jax_num_cpu_devices, int)
+            and callable(lookup("jax.extend.backend:clear_backends"))
+        ),
+        JAX,
+    ),
+    # -- TensorFlow ----------------------------------------------------------------------------
+    Name(
+        "keras.src.backend.tensorflow.optimizer:TFOptimizer",
+        "tensorflow_engine",
+        "to know which parts of an optimizer reduce by themselves",
+        lambda model: isinstance(
+            model.optimizer, lookup("keras.src.backend.tensorflow.optimizer:TFOptimizer")
+        ),
+        TF,
+    ),
+    Name(
+        "keras.src.optimizers.base_optimizer:BaseOptimizer",
+        "tensorflow_engine",
+        "for the parts of an optimizer as they are without a strategy",
+        lambda model: isinstance(
+            model.optimizer, lookup("keras.src.optimizers.base_optimizer:BaseOptimizer")
+        ),
+        TF,
+    ),
+    *(
+        Name(
+            part,
+            "tensorflow_engine",
+            "to replace what would reduce a second time",
+            differs_from_base(part),
+            TF,
+        )
+        for part in (
+            "_backend_update_step",
+            "_apply_weight_decay",
+            "_overwrite_model_variables_with_average_value",
+            "_backend_increment_gradient_accumulators",
+        )
+    ),
+    Name(
+        "keras.src.optimizers.loss_scale_optimizer:LossScaleOptimizer",
+        "tensorflow_engine",
+        "to reach the optimizer inside",
+        lambda model: (
+            lookup("keras.src.optimizers.loss_scale_optimizer:LossScaleOptimizer")
+            is keras.optimizers.LossScaleOptimizer
+        ),
+        TF,
+    ),
+    *(
+        Name(
+            part,
+            "tensorflow_engine",
+            "to scale losses without leaving the replica",
+            has_signature(
+                f"keras.optimizers:LossScaleOptimizer.{part}", "grads", "trainable_variables"
+            ),
+            TF,
+        )
+        for part in ("_tf_apply", "_common_apply")
+    ),
+    Name(
+        "_jit_compile",
+        "tensorflow_engine",
+        "to switch XLA off, which cannot span devices",
+        lambda model: model._jit_compile in (True, False),
+        TF,
+    ),
+    Name(
+        "_maybe_symbolic_build",
+        "tensorflow_engine",
+        "to create all variables before a step is traced",
+        lambda model: (
+            takes(model._maybe_symbolic_build, "iterator", "data_batch")
+            and is_read_from_instance("_maybe_symbolic_build")(model)
+        ),
+        TF,
+    ),
+    Name(
+        "compute_output_spec",
+        "tensorflow_engine",
+        "to build a model that predicts before it trains",
+        lambda model: (
+            lookup("keras.src.backend:compute_output_spec")(
+                model, keras.KerasTensor((2, 4)), training=False
+            ).shape
+            == (2, 1)
+        ),
+        TF,
+    ),
+    Name(
+        "_collective_key_base",
+        "tensorflow_engine",
+        "to keep the collectives of two strategies apart",
+        keys_collectives,
+        TF,
+    ),
+    Name(
+        "tensorflow.python.distribute.values:MirroredVariable",
+        "tensorflow_engine",
+        "to make a mirrored variable that reads as a number",
+        lambda model: inspect.isclass(
+            lookup("tensorflow.python.distribute.values:MirroredVariable")
+        ),
+        TF,
+    ),
+    # -- torch ---------------------------------------------------------------------------------
+    Name(
+        "_symbolic_build",
+        "tensorflow_engine, torch_engine",
+        "to know when all variables of a compiled model exist",
+        lambda model: takes(model._symbolic_build, "iterator", "data_batch"),
+        ("tensorflow", "torch"),
+    ),
+    Name(
+        "keras.src.backend.torch.core:Variable",
+        "torch_carry",
+        "as the type of a variable",
+        lambda model: isinstance(
+            model.layers[-1].bias, lookup("keras.src.backend.torch.core:Variable")
+        ),
+        TORCH,
+    ),
+    Name(
+        "keras.src.backend.torch.core:get_device",
+        "torch_team, torch_carry",
+        "as the device that Keras puts tensors on",
+        lambda model: (
+            lookup("keras.src.backend.torch.core:get_device")().split(":")[0] in ("cpu", "cuda")
+        ),
+        TORCH,
+    ),
+    Name(
+        "keras.src.saving.keras_saveable:KerasSaveable",
+        "torch_carry",
+        "to recognize what Keras would pickle through its file format",
+        lambda model: all(
+            isinstance(part, lookup("keras.src.saving.keras_saveable:KerasSaveable"))
+            for part in (model, model.layers[-1], model.optimizer, model._loss_tracker)
+        ),
+        TORCH,
+    ),
+    Name(
+        "keras.src.utils:tracking",
+        "torch_carry",
+        "to carry lists, dicts and sets that report what is put into them",
+        tracks_in_containers,
+        TORCH,
+    ),
+    Name(
+        "_eval_epoch_iterator",
+        "torch_carry",
+        "to leave behind what leads to the data",
+        keeps_validation_data,
+        TORCH,
+    ),
+    Name(
+        "_trainable",
+        "torch_engine, torch_replica",
+        "to see what a callback froze",
+        lambda model: model.layers[-1].bias._trainable is True,
+        TORCH,
+    ),
+    Name(
+        "_version",
+        "torch_engine",
+        "to notice what was written between two steps",
+        counts_writes,
+        TORCH,
+    ),
+    *(
+        Name(
+            part,
+            "torch_group",
+            "to keep the replicas' sockets on this machine",
+            makes_gloo_on_loopback,
+            TORCH,
+        )
+        for part in ("_Options", "_devices", "_timeout")
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    "entry", [entry for entry in TABLE if BACKEND in entry.backends], ids=lambda entry: entry.name
+)
+def test_name_is_as_the_engines_expect(entry, model):
+    reason = "it is there, but does something else"
+    try:
+        is_as_expected = entry.check(model)
+    except Exception as error:
+        is_as_expected, reason = False, repr(error)
+    assert is_as_expected, (
+        f"engines ({entry.used_by}) use {entry.name} {entry.purpose}; "
+        f"with Keras {keras.__version__} on {BACKEND}: {reason}"
+    )
+
+
+def test_the_table_is_complete():
+    """Private names in the engines' sources are our own, or in the table."""
+    package = Path(unisono.__file__).parent
+    sources = [*package.glob("engines/*.py"), package / "parallel.py"]
+    trees = {path.stem: ast.parse(path.read_text(encoding="utf-8")) for path in sources}
+    own = {name for tree in trees.values() for name in own_names(tree)} | {"_unisono", "_exit"}
+    known = {entry.name for entry in TABLE}
+    unknown = {
+        f"{name} in {stem}"
+        for stem, tree in trees.items()
+        for name in foreign_names(tree)
+        if name not in own | known
+    }
+    assert not unknown, "add these to the table, each with what it is for and a check"
+
+
+def own_names(tree: ast.AST) -> set[str]:
+    """What a module defines, or keeps on its own objects."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
+            names.add(node.attr)
+    return names
+
+
+def foreign_names(tree: ast.AST) -> set[str]:
+    """Private attributes, private names given as strings, and imports from private modules."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            names.add(node.attr)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names.add(node.value if node.value.isidentifier() else "")
+        elif isinstance(node, ast.ImportFrom) and is_private(node.module or ""):
+            names.update(f"{node.module}:{alias.name}" for alias in node.names)
+    return {name for name in names if ":" in name or re.match(r"_[^_]", name)}
+
+
+def is_private(module: str) -> bool:
+    return any(part in ("src", "_src", "python") for part in module.split("."))
