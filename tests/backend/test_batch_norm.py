@@ -36,7 +36,7 @@ def normalizing(**options):
 def two_levels():
     """Eight rows: around 0 in the first half, around 10 in the second."""
     draw = np.random.default_rng(0)
-    return (draw.normal(size=(8, 1)) + [[0.0]] * 4 + np.repeat([[0.0], [10.0]], 4, 0)).astype("f4")
+    return (draw.normal(size=(8, 1)) + np.repeat([[0.0], [10.0]], 4, axis=0)).astype("float32")
 
 
 def test_global_statistics_by_default():

@@ -40,7 +40,7 @@ class Rows(keras.metrics.Metric):
         self.last.assign(y_pred)
 
     def result(self):
-        return ops.mean(self.last)
+        return ops.mean(self.last.value)
 
 
 def dropping(replicas, count):

@@ -23,7 +23,7 @@ def mlp() -> Any:
 
 
 def sgd() -> Any:
-    return keras.optimizers.SGD(0.1, momentum=0.9)
+    return keras.optimizers.SGD(0.1, momentum=0.9, name="sgd")
 
 
 def plain(build: Callable[[], Any] = mlp, *, optimizer: Callable[[], Any] = sgd, **options: Any):

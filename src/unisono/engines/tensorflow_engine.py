@@ -302,6 +302,7 @@ class TensorFlowReplica:
         self._context = tf.distribute.get_replica_context()
         self._index = self._context.replica_id_in_sync_group
         self._num_rows = num_rows
+        self._num_replicas = num_replicas
         start, stop = share_bounds(num_rows, num_replicas, self._index)
         # A batch smaller than the replicas runs whole on each.
         is_whole = num_rows < num_replicas
@@ -356,8 +357,9 @@ class TensorFlowReplica:
         return stacked(x)
 
     def total(self, tensors: Sequence[Any]) -> list[Any]:
-        if not tensors:
-            return []
+        # Alone on a device other than the first, there is nobody to add up with.
+        if not tensors or self._num_replicas == 1:
+            return list(tensors)
         return list(self._context.all_reduce(tf.distribute.ReduceOp.SUM, list(tensors)))
 
     def reduce_gradients(

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import traceback
 from typing import Any
 
@@ -31,9 +32,16 @@ class Worker:
         self._group = Group(store, rank, size, default_device())
 
     def serve(self) -> None:
+        from unisono.engines.torch_group import PeerLost
+
         while True:
             command, *arguments = self._channel.receive()
-            getattr(self, f"do_{command}")(*arguments)
+            try:
+                getattr(self, f"do_{command}")(*arguments)
+            except PeerLost:
+                # Another replica has failed and the first one looks for the cause. Leaving or
+                # reporting would pass for it, so wait to be ended.
+                threading.Event().wait()
 
     def do_memory(self) -> None:
         self._memory = self._channel.receive_memory()

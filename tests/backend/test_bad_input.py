@@ -1,0 +1,308 @@
+"""Whatever goes wrong, the model keeps its values and the next call works."""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+from scripts import run
+from twins import BACKEND, TOLERANCE, adopted, apart, fit, plain, rows, state, trained
+
+import unisono
+
+
+def assert_unharmed(model, before=None):
+    """The model has the values of before, and trains on as one that nothing happened to."""
+    assert apart(before or trained(1), state(model)) == 0 if before else True
+    assert apart(trained(1), state(model)) <= TOLERANCE
+    fit(model, *rows())
+    assert apart(trained(2), state(model)) <= TOLERANCE
+
+
+@pytest.fixture
+def model():
+    model = adopted()
+    fit(model, *rows())
+    return model
+
+
+# -- what is asked of `parallel` ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("thing", [None, "model", keras.layers.Dense(1), keras.Model, object()])
+def test_what_is_no_model_is_refused(thing):
+    with pytest.raises(unisono.ModelError, match=r"takes a keras\.Model"):
+        unisono.parallel(thing, replicas=2)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {"replicas": 0},
+        {"replicas": -2},
+        {"replicas": 2.0},
+        {"replicas": True},
+        {"gpus": []},
+        {"gpus": [0, 0]},
+        {"gpus": [99]},
+        {"gpus": "0"},
+        {"replicas": 3, "gpus": [0, 1]},
+    ],
+    ids=str,
+)
+def test_a_request_that_cannot_be_met(model, request_, monkeypatch):
+    monkeypatch.setenv("UNISONO_SIMULATED_GPUS", "2")
+    before = state(model)
+    with pytest.raises(unisono.DeviceError) as caught:
+        unisono.parallel(model, **request_)
+    assert "Asked for" in str(caught.value)
+    assert apart(before, state(model)) == 0
+    untouched = plain()
+    keys = set(vars(untouched))
+    with pytest.raises(unisono.DeviceError):
+        unisono.parallel(untouched, **request_)
+    assert set(vars(untouched)) == keys
+
+
+def test_a_refused_request_leaves_the_placement(model):
+    with pytest.raises(unisono.DeviceError):
+        unisono.parallel(model, replicas=0)
+    assert_unharmed(model)
+
+
+# -- data that do not fit ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["fit", "evaluate", "predict", "train_on_batch"])
+def test_inputs_of_the_wrong_shape(model, call):
+    x, y = rows()
+    arguments = (x[:, :3],) if call == "predict" else (x[:, :3], y)
+    options = {} if call == "train_on_batch" else {"verbose": 0, "batch_size": 8}
+    with pytest.raises(ValueError, match="incompatible with the layer"):
+        getattr(model, call)(*arguments, **options)
+    assert_unharmed(model)
+
+
+@pytest.mark.parametrize("data", [(), (None,), ("rows",)], ids=["nothing", "None", "text"])
+def test_what_is_no_data_fails_as_on_plain_keras(data):
+    errors = []
+    for one in (plain(), adopted()):
+        with pytest.raises(Exception, match=".") as caught:
+            one.fit(*data, verbose=0)
+        errors.append((caught.type, str(caught.value)))
+    assert errors[0] == errors[1]
+
+
+@pytest.mark.parametrize("call", ["fit", "evaluate"])
+def test_more_inputs_than_targets(model, call):
+    x, y = rows()
+    with pytest.raises(ValueError, match="cardinality"):
+        getattr(model, call)(x, y[:5], verbose=0)
+    assert_unharmed(model)
+
+
+@pytest.mark.parametrize("call", ["fit", "evaluate", "predict"])
+def test_no_rows_at_all(call):
+    x, y = rows(0)
+    outcomes = []
+    for one in (plain(), adopted()):
+        before = state(one)
+        try:
+            getattr(one, call)(*((x,) if call == "predict" else (x, y)), verbose=0)
+            outcomes.append(None)
+        except Exception as error:
+            outcomes.append(type(error))
+        assert apart(before[:4], one.get_weights()) == 0
+    assert outcomes[0] == outcomes[1]
+    fit(one, *rows())
+    assert apart(trained(1), state(one)) <= TOLERANCE
+
+
+def test_data_that_is_not_a_number(model):
+    x, y = rows()
+    bad = x.copy()
+    bad[20] = np.nan
+    expected = plain()
+    fit(expected, x, y)
+    stop = keras.callbacks.TerminateOnNaN
+    histories = [fit(one, bad, y, epochs=3, callbacks=[stop()]) for one in (expected, model)]
+    assert len(histories[1]["loss"]) == len(histories[0]["loss"])
+    for a, b in zip(state(expected), state(model), strict=True):
+        np.testing.assert_allclose(a, b, atol=TOLERANCE)
+    assert np.isnan(model.get_weights()[0]).all()
+    model.set_weights(trained(1)[:4])
+    assert np.isfinite(fit(model, x, y)["loss"]).all()
+
+
+# -- errors on the way -------------------------------------------------------------------------
+
+
+class Fragile(keras.layers.Layer):
+    """Fails when it is told to."""
+
+    fails = False
+
+    def call(self, x):
+        if type(self).fails:
+            raise ArithmeticError("the layer has failed")
+        return x
+
+
+@pytest.mark.parametrize("call", ["predict", "evaluate", "fit"])
+def test_a_layer_raises(call, monkeypatch):
+    x, y = rows()
+    model = plain(lambda: keras.Sequential([keras.Input((4,)), Fragile(), keras.layers.Dense(1)]))
+    unisono.parallel(model, replicas=2)
+    monkeypatch.setattr(Fragile, "fails", True)
+    before = model.get_weights()
+    with pytest.raises(ArithmeticError, match="the layer has failed"):
+        getattr(model, call)(*((x,) if call == "predict" else (x, y)), verbose=0)
+    assert apart(before, model.get_weights()) == 0
+    monkeypatch.setattr(Fragile, "fails", False)
+    fit(model, x, y)
+    assert np.isfinite(model.predict(x, verbose=0)).all()
+
+
+@pytest.mark.skipif(BACKEND == "jax", reason="JAX has no errors inside a compiled step")
+@pytest.mark.parametrize("call", ["fit", "evaluate", "predict"])
+def test_an_operation_fails_on_one_replica_only(call):
+    def build():
+        parts = [keras.layers.Embedding(5, 4), keras.layers.BatchNormalization()]
+        parts += [keras.layers.Embedding(5, 1) if False else keras.layers.Flatten()]
+        return keras.Sequential([keras.Input((1,), dtype="int32"), *parts, keras.layers.Dense(1)])
+
+    tokens = (np.arange(16) % 5).reshape(16, 1)
+    bad = tokens.copy()
+    bad[7] = 99  # In the share of the second replica.
+    y = np.ones((16, 1), "float32")
+    expected, model = plain(build), unisono.parallel(plain(build), replicas=2)
+    fit(expected, tokens, y, epochs=2)
+    fit(model, tokens, y)
+    before = state(model)
+    with pytest.raises(Exception, match="(?i)index|indices"):
+        arguments = (bad,) if call == "predict" else (bad, y)
+        getattr(model, call)(*arguments, batch_size=8, verbose=0)
+    assert apart(before, state(model)) == 0
+    fit(model, tokens, y)
+    assert apart(expected, model) <= TOLERANCE
+
+
+class Broken(Exception):
+    """A user's own exception."""
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 2])
+def test_a_generator_raises_in_the_middle_of_an_epoch(steps_per_execution):
+    x, y = rows()
+
+    def generate():
+        for start in (0, 8, 16):
+            yield x[start : start + 8], y[start : start + 8]
+        raise Broken("no more data")
+
+    model = plain(steps_per_execution=steps_per_execution)
+    unisono.parallel(model, replicas=2)
+    with pytest.raises(Exception, match="no more data") as caught:
+        model.fit(generate(), steps_per_epoch=5, verbose=0)
+    assert caught.type is Broken or BACKEND == "tensorflow"
+    # Three batches have been counted, or two where they are taken by twos.
+    assert int(model.optimizer.iterations) in ((3,) if steps_per_execution == 1 else (2, 3))
+    assert np.isfinite(model.predict(x, verbose=0)).all()
+    if int(model.optimizer.iterations) == 3:
+        assert_unharmed(model)
+
+
+@pytest.mark.parametrize("error", [Broken, KeyboardInterrupt, SystemExit])
+def test_a_callback_raises_in_the_middle_of_an_epoch(error):
+    x, y = rows()
+
+    def stop(batch, logs):
+        if batch == 1:
+            raise error("enough")
+
+    model = adopted()
+    with pytest.raises(error, match="enough"):
+        callback = keras.callbacks.LambdaCallback(on_train_batch_end=stop)
+        fit(model, x, y, epochs=2, callbacks=[callback])
+    assert int(model.optimizer.iterations) == 2
+    fit(model, x[16:], y[16:])
+    assert_unharmed(model)
+
+
+# -- batches that are too small or do not divide -----------------------------------------------
+
+
+def test_a_global_batch_smaller_than_the_replicas():
+    x, y = rows(5)
+    expected = plain()
+    fit(expected, x, y, batch_size=1)
+    model = adopted()
+    with pytest.warns(UserWarning, match="smaller than the 2 replicas, so replicas idle"):
+        fit(model, x, y, batch_size=1)
+    assert apart(expected, model) <= TOLERANCE
+
+
+def test_a_global_batch_that_never_divides():
+    x, y = rows(14)
+    expected = plain()
+    fit(expected, x, y, batch_size=7)
+    model = adopted()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(model, x, y, batch_size=7)
+        fit(model, x, y, batch_size=7)
+    ours = [str(one.message) for one in caught if "global batch" in str(one.message)]
+    assert len(ours) == (1 if BACKEND == "jax" else 0)
+    assert all("Use batch_size=8." in message for message in ours)
+    fit(expected, x, y, batch_size=7)
+    assert apart(expected, model) <= TOLERANCE
+
+
+# -- devices that were fixed before ------------------------------------------------------------
+
+TOO_LATE = """
+import {first}
+import keras, numpy as np
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+import unisono
+before = model.get_weights()
+try:
+    unisono.parallel(model, replicas=3)
+except unisono.StartedError as error:
+    print("refused:", error)
+assert all((a == b).all() for a, b in zip(before, model.get_weights(), strict=True))
+unisono.parallel(model, replicas={fewer})
+model.fit(np.ones((8, 4)), np.ones((8, 1)), batch_size=4, verbose=0)
+print("trained")
+"""
+
+
+def _refusal(program, **changes):
+    done = run("-c", program, **changes)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "trained"
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("refused: ")]
+    return line
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="the devices of TensorFlow")
+def test_tensorflow_has_started_with_too_few_devices():
+    line = _refusal(TOO_LATE.format(first="tensorflow", fewer=1))
+    assert "Asked for 3 CPU replicas; TensorFlow has started with 1 CPU device(s)" in line
+    assert "Move `import unisono` above" in line
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="the devices of JAX")
+def test_the_program_has_fixed_the_number_of_jax_devices():
+    first = "jax; jax.config.update('jax_num_cpu_devices', 2)"
+    line = _refusal(TOO_LATE.format(first=first, fewer=2))
+    assert "this program set jax_num_cpu_devices to 2" in line
+    assert "Set it to 3 or more" in line
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="the devices of JAX")
+def test_the_environment_has_fixed_the_number_of_jax_devices():
+    flags = "--xla_force_host_platform_device_count=2"
+    line = _refusal(TOO_LATE.format(first="jax", fewer=2), XLA_FLAGS=flags)
+    assert "XLA_FLAGS fixes JAX to 2 CPU device(s)" in line
