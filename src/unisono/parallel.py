@@ -134,11 +134,15 @@ def _global_batch(x: Any, batch_size: int | None, steps_per_epoch: int | None) -
     """The global batch that `fit` will use, or None where only the data knows."""
     from keras.src.trainers.data_adapters.array_data_adapter import can_convert_arrays
 
-    if not can_convert_arrays(x):
+    leaves = [leaf for leaf in _leaves(x) if not isinstance(leaf, str)]
+    if not leaves or not can_convert_arrays(x):
         spec = getattr(x, "element_spec", None)
         shapes = [leaf.shape for leaf in _leaves(spec) if getattr(leaf, "shape", None)]
-        return shapes[0][0] if shapes else getattr(x, "batch_size", None)
-    num_samples: int = next(leaf.shape[0] for leaf in _leaves(x))
+        found = shapes[0][0] if shapes else getattr(x, "batch_size", None)
+        return found if isinstance(found, int) else None
+    num_samples = next((leaf.shape[0] for leaf in leaves if len(leaf.shape)), None)
+    if num_samples is None:
+        return None
     if not batch_size:
         batch_size = -(-num_samples // steps_per_epoch) if steps_per_epoch else 32
     return min(batch_size, num_samples)

@@ -172,6 +172,22 @@ def test_compiling_again_starts_a_new_optimizer():
     assert apart(expected, model) <= TOLERANCE
 
 
+def test_a_frozen_layer_is_thawed_later():
+    x, y = rows()
+    results = []
+    for is_parallel in (False, True):
+        model = plain()
+        model.layers[0].trainable = False
+        if is_parallel:
+            unisono.parallel(model, replicas=2)
+        for is_trainable in (False, True):
+            model.layers[0].trainable = is_trainable
+            model.compile(sgd(), "mse")
+            fit(model, x, y)
+        results.append(state(model))
+    assert apart(*results) <= TOLERANCE
+
+
 @pytest.mark.parametrize("first", ["fit", "predict", "evaluate"])
 def test_a_subclassed_model_is_built_by_its_first_call(first):
     x, y = rows(23)

@@ -15,13 +15,13 @@ class MeanOfFirstHalf(keras.metrics.Metric):
 
     def __init__(self, name="first_half"):
         super().__init__(name=name)
-        self.value = self.add_variable((), "zeros", name="value")
+        self.level = self.add_variable((), "zeros", name="level")
 
     def update_state(self, y_true, y_pred, sample_weight=None):
-        self.value.assign(ops.mean(y_pred[: ops.shape(y_pred)[0] // 2]))
+        self.level.assign(ops.mean(y_pred[: ops.shape(y_pred)[0] // 2]))
 
     def result(self):
-        return self.value
+        return self.level.value
 
 
 def normalizing(**options):

@@ -26,7 +26,7 @@ class Overlap(keras.metrics.Metric):
         self.largest.assign(ops.max(equal - 2.0 * ops.eye(ops.shape(y_pred)[0])))
 
     def result(self):
-        return self.largest
+        return self.largest.value
 
 
 class Rows(keras.metrics.Metric):

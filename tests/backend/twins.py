@@ -6,11 +6,10 @@ from typing import Any
 
 import keras
 import numpy as np
-from twins_data import fit, rows
+from twins_data import fit as fit
+from twins_data import rows as rows
 
 import unisono
-
-__all__ = ["fit", "rows"]
 
 BACKEND = keras.backend.backend()
 TOLERANCE = 1e-5

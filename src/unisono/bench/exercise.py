@@ -6,7 +6,7 @@ import keras
 from keras import layers
 
 from unisono.bench.case import Results, by_position, state_of
-from unisono.bench.tasks import EPOCHS, GLOBAL_BATCH, NUM_FEATURES, Task, regression
+from unisono.bench.tasks import EPOCHS, GLOBAL_BATCH, NUM_FEATURES, TEST_ROWS, Task, regression
 
 
 def mlp(num_outputs: int = 2, activation: str | None = None, **dense: Any) -> Any:
@@ -43,22 +43,30 @@ def predict(model: Any, x: Any, **options: Any) -> Any:
 
 
 def exercise(
-    model: Any, task: Task | None = None, *, weights: tuple[Any, Any] | None = None, **options: Any
+    model: Any,
+    task: Task | None = None,
+    *,
+    weights: tuple[Any, Any] | None = None,
+    test_batch: int = TEST_ROWS,
+    **options: Any,
 ) -> Results:
     """Fit the compiled model on the task, then everything that can be compared afterwards.
 
-    `weights` are the sample weights of the training and of the test rows.
+    `weights` are the sample weights of the training and of the test rows. The test rows are one
+    batch unless `test_batch` says otherwise: a second shape would be compiled three times more.
     """
     task = task or regression()
     for_fit, for_test = weights or (None, None)
     held_out = (task.x_test, task.y_test) + (() if weights is None else (for_test,))
-    settings = {"validation_data": held_out, "sample_weight": for_fit, **options}
+    validation = {"validation_data": held_out, "validation_batch_size": test_batch}
+    settings = {**validation, "sample_weight": for_fit, **options}
+    at = {"batch_size": test_batch}
     return {
         "history": fit(model, task.x, task.y, **settings),
         # Before `evaluate`: on JAX, plain Keras gives away the averages of EMA there.
         **state_of(model),
-        "evaluate": evaluate(model, task.x_test, task.y_test, sample_weight=for_test),
-        "predict": predict(model, task.x_test),
+        "evaluate": evaluate(model, task.x_test, task.y_test, sample_weight=for_test, **at),
+        "predict": predict(model, task.x_test, **at),
         "afterwards": by_position(model.weights),
     }
 
@@ -68,8 +76,9 @@ def train(
     task: Task | None = None,
     *,
     weights: tuple[Any, Any] | None = None,
+    test_batch: int = TEST_ROWS,
     **compile_options: Any,
 ) -> Results:
     """Compile with these options (by default SGD on the mean squared error), then `exercise`."""
     model.compile(**{"optimizer": sgd(), "loss": "mse", **compile_options})
-    return exercise(model, task, weights=weights)
+    return exercise(model, task, weights=weights, test_batch=test_batch)

@@ -82,6 +82,9 @@ class Replica(Protocol):
     def gather_rows(self, x: Any) -> Any:
         """Rows of all replicas in order; gradients flow into this replica's own rows."""
 
+    def follow_changes(self, own: Any, gathered: Any) -> None:
+        """Take over what was changed in place on gathered rows, where tensors can be changed."""
+
     def with_global_gradient(self, loss: Any) -> Any:
         """The same value; its gradient undoes the weighting by share."""
 
@@ -185,7 +188,9 @@ class Replication:
             return plain(y_true, y_pred, sample_weight)
         gathered = [_gather(replica, part) for part in (y_true, y_pred, sample_weight)]
         replica.state.replicated_metrics.update(id(metric) for metric in compile_loss.metrics)
-        return replica.with_global_gradient(plain(*gathered))
+        loss = replica.with_global_gradient(plain(*gathered))
+        replica.follow_changes(sample_weight, gathered[2])
+        return loss
 
     def _update_metric(
         self, replica: Replica, metric: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any

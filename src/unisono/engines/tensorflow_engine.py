@@ -7,15 +7,18 @@ global batch itself. Only the replica context's all_reduce and all_gather are us
 code runs under a multi-worker strategy.
 """
 
+import gc
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
+from tensorflow.python.distribute.distribute_lib import get_update_replica_id
 from tensorflow.python.distribute.values import MirroredVariable
 
 from unisono.data import share_bounds
@@ -36,6 +39,7 @@ _STEPS = ("train_step", "test_step")
 _HOOKS = (*_STEPS, "predict_step", "make_predict_function", "_maybe_symbolic_build")
 # Keras' TensorFlow optimizer reduces and merges by itself in these; we have reduced already.
 _OPTIMIZER_PARTS = (
+    "add_variable_from_reference",
     "_backend_update_step",
     "_apply_weight_decay",
     "_overwrite_model_variables_with_average_value",
@@ -106,10 +110,10 @@ def strategy_of(placement: Placement) -> tf.distribute.Strategy:
     return _strategies[placement]
 
 
-class ReadableVariable(MirroredVariable):
-    """A mirrored variable that is read as a number where a plain tf.Variable is.
+class PlainLookingVariable(MirroredVariable):
+    """A mirrored variable that can be used where a plain tf.Variable can.
 
-    Callbacks say `float(model.optimizer.learning_rate)`.
+    Callbacks say `float(model.optimizer.learning_rate)`, and a plain model may share layers.
     """
 
     def __int__(self) -> int:
@@ -117,6 +121,13 @@ class ReadableVariable(MirroredVariable):
 
     def __float__(self) -> float:
         return float(self.numpy())
+
+    def _update(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
+        if get_update_replica_id() is None or isinstance(get_update_replica_id(), int):
+            return super()._update(update_fn, value, **kwargs)
+        # The optimizer of a plain model, which trains this variable too: all copies follow.
+        with self.distribute_strategy.scope():
+            return self._update_cross_replica(update_fn, value, **kwargs)
 
     def __complex__(self) -> complex:
         return complex(self.numpy())
@@ -148,7 +159,7 @@ class TensorFlowReplicas:
         bind(model, "predict_step", self._predict_step)
         bind(model, "make_predict_function", self._make_predict_function)
         bind(model, "_maybe_symbolic_build", self._build)
-        self._forget_functions()
+        _forget_functions(self._model)
         self._mirror()
 
     def release(self) -> None:
@@ -158,12 +169,7 @@ class TensorFlowReplicas:
             unbind(optimizer, *_OPTIMIZER_PARTS, "_tf_apply")
         self._replace_variables(_plain_copy)
         self._model._jit_compile = self._own_jit_compile
-        self._forget_functions()
-
-    def _forget_functions(self) -> None:
-        self._model.train_function = None
-        self._model.test_function = None
-        self._model.predict_function = None
+        _forget_functions(self._model)
 
     # -- adopting ------------------------------------------------------------------------------
 
@@ -171,10 +177,27 @@ class TensorFlowReplicas:
         """Create all variables before a step is traced, where replicas could not."""
         if data_batch is None:
             for _, _, batches in iterator:
-                data_batch = next(batches)
+                data_batch = next(batches, None)
                 break
-        self._model._symbolic_build(data_batch=data_batch)
+        if data_batch is None:
+            return  # No data at all: there will be no step either.
+        model = self._model
+        has_own_step = type(model).train_step is not TensorFlowTrainer.train_step
+        try:
+            model._symbolic_build(data_batch=data_batch)
+        except RuntimeError:
+            if not has_own_step:
+                raise
+            # A model with steps of its own needs no `call`, which Keras would build it by.
         self._mirror()
+        if has_own_step and not all(o.built for o in optimizers_of(model)):
+            self._trace_alone(data_batch)
+            self._mirror()
+
+    def _trace_alone(self, data_batch: Any) -> None:
+        """Trace a user's own step as on one device: so it makes the variables that it needs."""
+        step = self._model._autoconvert_optionals(original(self._model, "train_step"))
+        tf.function(step, autograph=False).get_concrete_function(data_batch)
 
     def _mirror(self) -> None:
         self._model._jit_compile = False  # XLA cannot span the devices of a strategy.
@@ -193,34 +216,45 @@ class TensorFlowReplicas:
     def _replace_variables(self, copy: Callable[[Any], Any]) -> None:
         """Give every variable a new tf.Variable, and optimizers the keys that go with them."""
         model = self._model
-        optimizers = list(with_inner(optimizers_of(model)))
         variables = list(model.variables)
         # A user's `metrics` may need what their `compile` makes.
         variables += model.metrics_variables if model.compiled else []
-        for optimizer in optimizers:
+        for optimizer in with_inner(optimizers_of(model)):
             variables += optimizer.variables
-        variables = [variable for variable in variables if variable._value is not None]
-        keys_before = [[o._var_key(v) for v in variables] for o in optimizers]
-        for variable in variables:
-            variable._value = copy(variable)
-        for optimizer, before in zip(optimizers, keys_before, strict=True):
-            after = [optimizer._var_key(v) for v in variables]
-            renamed = dict(zip(before, after, strict=True))
+        variables = [v for v in variables if v._value is not None]
+        copies = [copy(variable) for variable in variables]
+        pairs = zip(variables, copies, strict=True)
+        changed = {id(v): (v, new) for v, new in pairs if v._value is not new}
+        if not changed:
+            return
+        models = [model, *_other_models_with(changed, model)]
+        optimizers = [o for one in models for o in with_inner(optimizers_of(one))]
+        keys = [{id(v): o._var_key(v) for v, _ in changed.values()} for o in optimizers]
+        for variable, new in changed.values():
+            variable._value = new
+        for optimizer, before in zip(optimizers, keys, strict=True):
+            renamed = {before[id(v)]: optimizer._var_key(v) for v, _ in changed.values()}
             rename_variables(optimizer, renamed)
+        for one in models:
+            _forget_functions(one)
 
     def _mirrored_copy(self, variable: Any) -> Any:
-        if isinstance(variable._value, tf.distribute.DistributedValues):
-            return variable._value
+        value = variable._value
+        if isinstance(value, MirroredVariable) and value.distribute_strategy is self._strategy:
+            return value
+        initial = value.numpy()  # Read out here: it may belong to the scope of another strategy.
         with self._strategy.scope():
             mirrored = tf.Variable(
-                variable._value.numpy(),
-                dtype=variable._value.dtype,
-                trainable=variable.trainable,
+                initial,
+                dtype=value.dtype,
+                # Not the Keras variable's: a layer that is frozen now may be thawed later, and
+                # TensorFlow's own flag says for good whether a gradient can be taken.
+                trainable=value.trainable,
                 name=variable.name,
                 aggregation=tf.VariableAggregation.NONE,
                 synchronization=tf.VariableSynchronization.ON_WRITE,
             )
-        mirrored.__class__ = ReadableVariable
+        mirrored.__class__ = PlainLookingVariable
         return mirrored
 
     def _spread_seed(self, state: Any) -> None:
@@ -243,6 +277,7 @@ class TensorFlowReplicas:
 
     def _make_predict_function(self, force: bool = False) -> Any:
         model = self._model
+        self._mirror()  # Another model that shares layers may have taken them elsewhere.
         if model.predict_function is None or force:
             original(model, "make_predict_function")(force=True)
             predict = model.predict_function
@@ -337,6 +372,9 @@ class TensorFlowReplica:
         every = tf.stop_gradient(tf.cast(every, x.dtype))
         return tf.concat([every[: self._start], x, every[self._stop : self._rows_after]], axis=0)
 
+    def follow_changes(self, own: Any, gathered: Any) -> None:
+        """Tensors of a graph cannot be changed."""
+
     def with_global_gradient(self, loss: Any) -> Any:
         scaled = loss * tf.cast(self._gradient_scale, loss.dtype)
         return scaled + tf.stop_gradient(loss - scaled)
@@ -378,6 +416,21 @@ def _weighted(gradient: Any, weight: Any) -> Any:
     return gradient * weight
 
 
+def _forget_functions(model: keras.Model) -> None:
+    """Have a model trace its steps again: those of before hold on to other variables."""
+    model.train_function = None
+    model.test_function = None
+    model.predict_function = None
+
+
+def _other_models_with(variables: dict[int, Any], model: keras.Model) -> Iterator[keras.Model]:
+    """Models that share one of these variables. There is no register of models."""
+    for other in gc.get_objects():
+        if issubclass(type(other), keras.Model) and other is not model:
+            if any(id(variable) in variables for variable in other.variables):
+                yield other
+
+
 def _remedy(found: int, count: int) -> str:
     if found == 1:
         return (
@@ -406,6 +459,6 @@ def _plain_copy(variable: Any) -> Any:
     return tf.Variable(
         variable._value.numpy(),
         dtype=variable._value.dtype,
-        trainable=variable.trainable,
+        trainable=variable._value.trainable,
         name=variable.name,
     )

@@ -9,6 +9,7 @@ import datetime
 from collections.abc import Sequence
 from typing import Any
 
+import keras
 import torch
 import torch.distributed as dist
 
@@ -104,6 +105,13 @@ class TorchReplica:
         parts = self.group.gather_rows(x, self._sizes)
         parts[self.group.rank] = x  # The one part that gradients flow into.
         return torch.cat(parts)
+
+    def follow_changes(self, own: Any, gathered: Any) -> None:
+        # Keras multiplies weights by a mask in place, and weighted metrics read them afterwards.
+        start = sum(self._sizes[: self.group.rank])
+        for mine, every in zip(keras.tree.flatten(own), keras.tree.flatten(gathered), strict=True):
+            if isinstance(mine, torch.Tensor) and every is not mine:
+                mine.copy_(every[start : start + len(mine)])
 
     def with_global_gradient(self, loss: torch.Tensor) -> torch.Tensor:
         scaled = loss / self.share

@@ -97,21 +97,25 @@ class Team:
 
     def explain(self, error: BaseException) -> BaseException:
         """End all workers after an error; the error that started it."""
-        told = None
         if isinstance(error, (PeerLost, WorkerError)) and self.workers is not None:
-            told = self.workers.pending(timeout_s=3.0)
-            if told is None:
-                ended = [worker for worker in self.workers if not worker.is_alive]
-                lost = (ended or list(self.workers))[0]
-                error = WorkerError(
-                    f"{lost.how_it_ended()} The model keeps its values as of the last whole step; "
-                    "call fit again to go on with new processes."
-                )
+            error = self._cause(self.workers)
         self.end(at_once=True)
-        if told is not None:
-            worker, (_, data, text) = told
-            return _worker_error(worker.rank, data, text)
         return error
+
+    def _cause(self, workers: Workers) -> BaseException:
+        """Why a collective failed: what a worker raised, or how it ended."""
+        bystanders = set()
+        while (told := workers.pending(timeout_s=3.0)) is not None:
+            worker, (kind, data, text) = told
+            if kind == "error":
+                return _worker_error(worker.rank, data, text)
+            bystanders.add(worker.rank)
+        suspects = [worker for worker in workers if worker.rank not in bystanders] or list(workers)
+        lost = min(suspects, key=lambda worker: worker.is_alive)
+        return WorkerError(
+            f"{lost.how_it_ended()} The model keeps its values as of the last whole step; "
+            "call fit again to go on with new processes."
+        )
 
     def forget(self, number: int) -> None:
         """Drop a model in all workers, if they can still be told."""

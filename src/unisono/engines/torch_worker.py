@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import traceback
 from typing import Any
 
@@ -39,9 +38,10 @@ class Worker:
             try:
                 getattr(self, f"do_{command}")(*arguments)
             except PeerLost:
-                # Another replica has failed and the first one looks for the cause. Leaving or
-                # reporting would pass for it, so wait to be ended.
-                threading.Event().wait()
+                # Another replica has failed, and the first one looks for the cause. Leaving frees
+                # those who still wait for this one; the word says that it is not this one.
+                self._channel.send(("lost", None, ""))
+                os._exit(1)
 
     def do_memory(self) -> None:
         self._memory = self._channel.receive_memory()

@@ -9,6 +9,7 @@ from keras import layers
 from unisono.bench.case import Adopt, Group, Results
 from unisono.bench.exercise import exercise, mlp, sgd, stacked, train
 from unisono.bench.tasks import (
+    GLOBAL_BATCH,
     NUM_CLASSES,
     NUM_FEATURES,
     NUM_STEPS,
@@ -56,6 +57,7 @@ def two_functional(adopt: Adopt) -> Results:
         loss=["mse", "sparse_categorical_crossentropy"],
         loss_weights=[0.3, 1.7],
         metrics=[["mae"], ["accuracy"]],
+        test_batch=GLOBAL_BATCH,
     )
 
 
@@ -129,7 +131,8 @@ def output_without_loss(adopt: Adopt) -> Results:
 @WEIGHTS.case("`sample_weight`, one for each sample")
 def sample_weight(adopt: Adopt) -> Results:
     weights = (row_weights(), row_weights(TEST_ROWS))
-    return train(adopt(mlp()), weights=weights, metrics=["mae"], weighted_metrics=["mse"])
+    watched = {"metrics": ["mae"], "weighted_metrics": ["mse"]}
+    return train(adopt(mlp()), weights=weights, test_batch=GLOBAL_BATCH, **watched)
 
 
 @WEIGHTS.case("`sample_weight`, one for each step")

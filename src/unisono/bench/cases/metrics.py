@@ -1,5 +1,6 @@
 """Metrics as Keras computes them on one device, not means of what replicas found."""
 
+import functools
 from typing import Any
 
 import keras
@@ -8,9 +9,10 @@ from keras import metrics, ops
 from unisono.bench.case import Adopt, Group, Results
 from unisono.bench.cases.sequences import tagger
 from unisono.bench.exercise import mlp, train
-from unisono.bench.tasks import TEST_ROWS, binary, classes, row_weights, tagged_tokens
+from unisono.bench.tasks import GLOBAL_BATCH, TEST_ROWS, binary, classes, row_weights, tagged_tokens
 
 METRICS = Group("Metrics")
+watch = functools.partial(train, test_batch=GLOBAL_BATCH)  # two test batches of different sizes
 CROSSENTROPY = "sparse_categorical_crossentropy"
 
 
@@ -18,7 +20,7 @@ CROSSENTROPY = "sparse_categorical_crossentropy"
 def auc(adopt: Adopt) -> Results:
     curves = [metrics.AUC(20, name="roc"), metrics.AUC(20, curve="PR", name="pr")]
     model = adopt(mlp(1, "sigmoid"))
-    return train(model, binary(), loss="binary_crossentropy", metrics=curves)
+    return watch(model, binary(), loss="binary_crossentropy", metrics=curves)
 
 
 @METRICS.case("precision, recall and precision at recall")
@@ -29,7 +31,7 @@ def precision_recall(adopt: Adopt) -> Results:
         metrics.PrecisionAtRecall(0.5, num_thresholds=20, name="at_recall"),
     ]
     model = adopt(mlp(1, "sigmoid"))
-    return train(model, binary(), loss="binary_crossentropy", metrics=watched)
+    return watch(model, binary(), loss="binary_crossentropy", metrics=watched)
 
 
 @METRICS.case("F1 score")
@@ -37,19 +39,19 @@ def f1(adopt: Adopt) -> Results:
     task = classes(one_hot=True)
     watched = [metrics.F1Score(average="macro", name="macro"), metrics.F1Score(name="each")]
     model = adopt(mlp(4, "softmax"))
-    return train(model, task, loss="categorical_crossentropy", metrics=watched)
+    return watch(model, task, loss="categorical_crossentropy", metrics=watched)
 
 
 @METRICS.case("accuracy and top-k accuracy")
 def top_k(adopt: Adopt) -> Results:
     watched = ["accuracy", metrics.SparseTopKCategoricalAccuracy(2, name="top2")]
-    return train(adopt(mlp(4, "softmax")), classes(), loss=CROSSENTROPY, metrics=watched)
+    return watch(adopt(mlp(4, "softmax")), classes(), loss=CROSSENTROPY, metrics=watched)
 
 
 @METRICS.case("mean IoU")
 def mean_iou(adopt: Adopt) -> Results:
     watched = [metrics.MeanIoU(4, sparse_y_pred=False, name="iou")]
-    return train(adopt(mlp(4, "softmax")), classes(), loss=CROSSENTROPY, metrics=watched)
+    return watch(adopt(mlp(4, "softmax")), classes(), loss=CROSSENTROPY, metrics=watched)
 
 
 @METRICS.case("R2, root mean squared error, Pearson correlation")
@@ -59,7 +61,7 @@ def r2(adopt: Adopt) -> Results:
         metrics.RootMeanSquaredError(name="rmse"),
         metrics.PearsonCorrelation(axis=0, name="pearson"),
     ]
-    return train(adopt(mlp()), metrics=watched)
+    return watch(adopt(mlp()), metrics=watched)
 
 
 class LargestError(keras.metrics.Metric):
@@ -73,12 +75,12 @@ class LargestError(keras.metrics.Metric):
         self.largest.assign(ops.maximum(self.largest, ops.max(ops.abs(y_true - y_pred))))
 
     def result(self) -> Any:
-        return self.largest
+        return self.largest.value
 
 
 @METRICS.case("custom class that keeps a maximum")
 def custom_maximum(adopt: Adopt) -> Results:
-    return train(adopt(mlp()), metrics=[LargestError()])
+    return watch(adopt(mlp()), metrics=[LargestError()])
 
 
 class LastBatch(keras.metrics.Metric):
@@ -94,12 +96,12 @@ class LastBatch(keras.metrics.Metric):
         self.batches.assign_add(1.0)
 
     def result(self) -> Any:
-        return {"last_row": self.last, "num_batches": self.batches}
+        return {"last_row": self.last.value, "num_batches": self.batches.value}
 
 
 @METRICS.case("custom class that depends on order, with several results")
 def custom_order(adopt: Adopt) -> Results:
-    return train(adopt(mlp()), metrics=[LastBatch()])
+    return watch(adopt(mlp()), metrics=[LastBatch()])
 
 
 @METRICS.case("plain functions, of samples and of the batch")
@@ -110,12 +112,12 @@ def functions(adopt: Adopt) -> Results:
     def bias(y_true: Any, y_pred: Any) -> Any:
         return ops.mean(y_pred - y_true, axis=-1)
 
-    return train(adopt(mlp()), metrics=[largest, bias])
+    return watch(adopt(mlp()), metrics=[largest, bias])
 
 
 @METRICS.case("`metrics` and `weighted_metrics` with sample weights")
 def weighted_metrics(adopt: Adopt) -> Results:
-    return train(
+    return watch(
         adopt(mlp(4, "softmax")),
         classes(),
         weights=(row_weights(), row_weights(TEST_ROWS)),
@@ -127,7 +129,7 @@ def weighted_metrics(adopt: Adopt) -> Results:
 
 @METRICS.case("metrics of masked sequences")
 def masked_metrics(adopt: Adopt) -> Results:
-    return train(
+    return watch(
         adopt(tagger(keras.layers.Dense(3))),
         tagged_tokens(),
         loss=CROSSENTROPY,
