@@ -15,9 +15,13 @@ from examples import BACKENDS, blocks, doctests
 
 ROOT = Path(__file__).parent.parent
 BLOCKS = [block for block in blocks(ROOT) if block.language == "python"]
+NAMES = {block.name: block.backends for block in BLOCKS}
+NAMES |= {test.name: BACKENDS for test in doctests()}
+# One backend in every run, the others where there is time.
 EXAMPLES = [
-    *((backend, block.name) for block in BLOCKS for backend in block.backends),
-    *((backend, test.name) for test in doctests() for backend in BACKENDS),
+    pytest.param(backend, name, marks=[] if backend == "jax" else pytest.mark.slow)
+    for name, backends in NAMES.items()
+    for backend in backends
 ]
 
 
@@ -46,13 +50,11 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("examples")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("backend", "name"), EXAMPLES)
 def test_example_runs(backend, name, folder):
     assert report_of(backend, folder)[name]["error"] == ""
 
 
-@pytest.mark.slow
 def test_the_announcement_on_a_page_is_what_is_printed(folder):
     """Each line that a page shows as unisono's own is printed by an example of that page."""
     shown = [
@@ -72,7 +74,7 @@ def test_the_announcement_on_a_page_is_what_is_printed(folder):
 
 def test_every_page_with_code_is_found():
     assert {"README.md", "docs/parallel.md"} <= {block.page for block in BLOCKS}
-    assert {"unisono.parallel.parallel", "unisono.data.share_bounds"} <= {n for _, n in EXAMPLES}
+    assert {"unisono.parallel.parallel", "unisono.data.share_bounds"} <= set(NAMES)
 
 
 def test_links_between_pages_lead_somewhere():

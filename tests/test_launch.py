@@ -319,6 +319,20 @@ class TestEnd:
         workers.end()
         assert worker._process.returncode == -signal.SIGKILL
 
+    def test_a_group_that_cannot_start_leaves_no_process(self, monkeypatch):
+        started = []
+
+        class Recorded(workers_module.Worker):
+            def __init__(self, *args):
+                super().__init__(*args)
+                started.append(self)
+
+        monkeypatch.setattr(workers_module, "Worker", Recorded)
+        with pytest.raises(TypeError):
+            Workers("stand_in_worker", 3, [], [{}, {"NOT_TEXT": 1}])
+        assert len(started) == 1
+        assert not started[0].is_alive
+
     def test_no_files_stay_open(self, start):
         before = len(os.listdir("/proc/self/fd"))
         for way in ("end", "kill"):

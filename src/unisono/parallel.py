@@ -145,7 +145,7 @@ def _global_batch(x: Any, batch_size: int | None, steps_per_epoch: int | None) -
         return None
     if not batch_size:
         batch_size = -(-num_samples // steps_per_epoch) if steps_per_epoch else 32
-    return min(batch_size, num_samples)
+    return int(min(batch_size, num_samples))
 
 
 def _leaves(structure: Any) -> list[Any]:

@@ -36,7 +36,9 @@ class Net(keras.Model):
 def with_shift() -> keras.Model:
     hidden = keras.layers.Dense(3, name="hidden")
     out = keras.layers.Dense(1, name="out")
-    return keras.Sequential([keras.Input((4,), name="inputs"), hidden, Shift(name="shift"), out], name="net")
+    return keras.Sequential(
+        [keras.Input((4,), name="inputs"), hidden, Shift(name="shift"), out], name="net"
+    )
 
 
 def mixed() -> keras.Model:

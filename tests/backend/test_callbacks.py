@@ -170,7 +170,7 @@ def test_a_callback_that_fails_to_evaluate_goes_on_training():
     model = adopted()
 
     def evaluate(batch, logs):
-        with pytest.raises(Exception, match=".*"):
+        with pytest.raises(Exception, match=r".*"):
             model.evaluate(x[:, :2], y, verbose=0)
 
     fit(model, x, y, callbacks=[callbacks.LambdaCallback(on_train_batch_end=evaluate)])

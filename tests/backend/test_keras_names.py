@@ -173,6 +173,16 @@ def makes_gloo_on_loopback(model: Any) -> bool:
     return len(options._devices) == 1 and options._timeout is not None
 
 
+def becomes_functional(model: Any) -> bool:
+    class Own(keras.Model):
+        pass
+
+    functional = lookup("keras.src.models.functional:Functional")
+    was_functional = issubclass(Own, functional)
+    lookup("keras.src.models.model:inject_functional_model_class")(Own)
+    return issubclass(Own, functional) and not was_functional
+
+
 def keys_collectives(model: Any) -> bool:
     import tensorflow as tf
 
@@ -554,6 +564,44 @@ TABLE = [
         ),
         TF,
     ),
+    *(
+        Name(
+            part,
+            "tensorflow_engine",
+            "to write all copies when a plain model trains the variable too",
+            has_signature(
+                f"tensorflow.python.distribute.values:MirroredVariable.{part}", "update_fn", "value"
+            ),
+            TF,
+        )
+        for part in ("_update", "_update_cross_replica")
+    ),
+    Name(
+        "tensorflow.python.distribute.distribute_lib:get_update_replica_id",
+        "tensorflow_engine",
+        "to see whether a plain model's optimizer writes a mirrored variable",
+        lambda model: (
+            lookup("tensorflow.python.distribute.distribute_lib:get_update_replica_id")() is None
+        ),
+        TF,
+    ),
+    Name(
+        "keras.src.backend.tensorflow.trainer:TensorFlowTrainer",
+        "tensorflow_engine",
+        "to see whether a model has a train_step of its own",
+        lambda model: (
+            type(model).train_step
+            is lookup("keras.src.backend.tensorflow.trainer:TensorFlowTrainer.train_step")
+        ),
+        TF,
+    ),
+    Name(
+        "_autoconvert_optionals",
+        "tensorflow_engine",
+        "to trace a user's own step with the data as Keras passes it",
+        lambda model: model._autoconvert_optionals(lambda data: data)((X, None))[0] is X,
+        TF,
+    ),
     # -- torch ---------------------------------------------------------------------------------
     Name(
         "_symbolic_build",
@@ -578,6 +626,20 @@ TABLE = [
         lambda model: (
             lookup("keras.src.backend.torch.core:get_device")().split(":")[0] in ("cpu", "cuda")
         ),
+        TORCH,
+    ),
+    Name(
+        "keras.src.models.model:inject_functional_model_class",
+        "torch_carry",
+        "to make a user's class a functional one in a worker, as a call with inputs does",
+        becomes_functional,
+        TORCH,
+    ),
+    Name(
+        "keras.src.models.functional:Functional",
+        "torch_carry",
+        "to recognize a user's functional model",
+        becomes_functional,
         TORCH,
     ),
     Name(
@@ -668,9 +730,14 @@ def own_names(tree: ast.AST) -> set[str]:
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             names.add(node.name)
-        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
+        elif is_stored_on_self(node):
             names.add(node.attr)
     return names
+
+
+def is_stored_on_self(node: ast.AST) -> bool:
+    is_stored = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    return is_stored and ast.unparse(node.value) == "self"
 
 
 def foreign_names(tree: ast.AST) -> set[str]:

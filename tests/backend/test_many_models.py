@@ -74,6 +74,20 @@ def test_two_models_share_layers(which):
     assert apart(*results) <= TOLERANCE
 
 
+def test_a_layer_is_adopted_after_a_plain_model_has_trained_it():
+    x, y = rows()
+    results = []
+    for is_parallel in (False, True):
+        critic, through = _adversaries(lambda model: model)
+        for _ in range(2):
+            through.train_on_batch(x, y)
+            critic.train_on_batch(x, y)
+            if is_parallel:
+                unisono.parallel(critic, replicas=2)
+        results.append([*state(critic), *state(through), through.predict(x, verbose=0)])
+    assert apart(*results) <= TOLERANCE
+
+
 class Gan(keras.Model):
     """Two networks, two optimizers, a step of its own, and no `call`."""
 

@@ -2,12 +2,10 @@
 
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 from scripts import run, workers_of
-from twins import BACKEND
 
 SCRIPT = Path(__file__).with_name("user_script.py")
 
@@ -111,8 +109,8 @@ def test_a_notebook(tmp_path):
 
 def _kernel(folder):
     """A kernel of this very Python, whatever kernels are installed."""
-    from jupyter_client.kernelspec import KernelSpecManager
     from ipykernel.kernelspec import write_kernel_spec
+    from jupyter_client.kernelspec import KernelSpecManager
 
     path = write_kernel_spec(str(folder / "this_python"))
     KernelSpecManager().install_kernel_spec(path, "this_python", prefix=str(folder), user=False)

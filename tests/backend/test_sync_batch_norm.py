@@ -80,11 +80,9 @@ def test_the_choice_can_be_changed():
     assert apart(expected, model) <= TOLERANCE
 
 
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="Keras has `synchronized` on TensorFlow only")
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_layers_that_ask_for_synchronization_themselves(replicas):
-    """Plain Keras has `synchronized=True` on TensorFlow alone; here it works everywhere."""
-    if replicas == 1 and BACKEND == "torch":
-        pytest.skip("one replica on torch is plain Keras")
     x, y = rows(23)
     expected = plain(lambda: model_with(layers.BatchNormalization()))
     model = plain(lambda: model_with(layers.BatchNormalization(synchronized=True)))

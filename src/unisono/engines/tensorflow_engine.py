@@ -227,6 +227,7 @@ class TensorFlowReplicas:
         changed = {id(v): (v, new) for v, new in pairs if v._value is not new}
         if not changed:
             return
+        has_moved = any(isinstance(v._value, MirroredVariable) for v, _ in changed.values())
         models = [model, *_other_models_with(changed, model)]
         optimizers = [o for one in models for o in with_inner(optimizers_of(one))]
         keys = [{id(v): o._var_key(v) for v, _ in changed.values()} for o in optimizers]
@@ -235,7 +236,7 @@ class TensorFlowReplicas:
         for optimizer, before in zip(optimizers, keys, strict=True):
             renamed = {before[id(v)]: optimizer._var_key(v) for v, _ in changed.values()}
             rename_variables(optimizer, renamed)
-        for one in models:
+        for one in models if has_moved else models[1:]:
             _forget_functions(one)
 
     def _mirrored_copy(self, variable: Any) -> Any:
@@ -426,9 +427,9 @@ def _forget_functions(model: keras.Model) -> None:
 def _other_models_with(variables: dict[int, Any], model: keras.Model) -> Iterator[keras.Model]:
     """Models that share one of these variables. There is no register of models."""
     for other in gc.get_objects():
-        if issubclass(type(other), keras.Model) and other is not model:
-            if any(id(variable) in variables for variable in other.variables):
-                yield other
+        is_model = issubclass(type(other), keras.Model) and other is not model
+        if is_model and any(id(variable) in variables for variable in other.variables):
+            yield other
 
 
 def _remedy(found: int, count: int) -> str:

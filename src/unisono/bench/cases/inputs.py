@@ -131,8 +131,13 @@ def output_without_loss(adopt: Adopt) -> Results:
 @WEIGHTS.case("`sample_weight`, one for each sample")
 def sample_weight(adopt: Adopt) -> Results:
     weights = (row_weights(), row_weights(TEST_ROWS))
-    watched = {"metrics": ["mae"], "weighted_metrics": ["mse"]}
-    return train(adopt(mlp()), weights=weights, test_batch=GLOBAL_BATCH, **watched)
+    return train(
+        adopt(mlp()),
+        weights=weights,
+        test_batch=GLOBAL_BATCH,
+        metrics=["mae"],
+        weighted_metrics=["mse"],
+    )
 
 
 @WEIGHTS.case("`sample_weight`, one for each step")
