@@ -32,17 +32,22 @@ class Worker:
         self.channel, theirs = Channel.pair()
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         with theirs:
-            self._process = subprocess.Popen(
-                # -P: the search path is this process' own, and does not begin with the folder
-                # that it happens to be in.
-                [sys.executable, "-P", "-m", module, str(theirs.fileno()), *arguments],
-                env=_environment(env),
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=self._output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            try:
+                self._process = subprocess.Popen(
+                    # -P: the search path is this process' own, and does not begin with the folder
+                    # that it happens to be in.
+                    [sys.executable, "-P", "-m", module, str(theirs.fileno()), *arguments],
+                    env=_environment(env),
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=self._output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            except BaseException:
+                self.channel.close()
+                self._output.close()
+                raise
 
     @property
     def pid(self) -> int:
