@@ -96,7 +96,7 @@ def test_inputs_of_the_wrong_shape(model, call):
 def test_what_is_no_data_fails_as_on_plain_keras(data):
     errors = []
     for one in (plain(), adopted()):
-        with pytest.raises(ValueError) as caught:
+        with pytest.raises(Exception, match=r"(?s).*") as caught:
             one.fit(*data, verbose=0)
         errors.append((caught.type, str(caught.value)))
     assert errors[0] == errors[1]
@@ -215,7 +215,7 @@ def test_a_generator_raises_in_the_middle_of_an_epoch(steps_per_execution):
         model.fit(generate(), steps_per_epoch=5, verbose=0)
     assert caught.type is Broken or BACKEND == "tensorflow"
     done = int(model.optimizer.iterations)
-    if BACKEND == "tensorflow":
+    if BACKEND == "tensorflow" and steps_per_execution == 1:
         done -= 1  # As on plain Keras, the step that failed is counted, though it did nothing.
         model.optimizer.iterations.assign(done)
     assert done == 3

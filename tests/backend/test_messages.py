@@ -9,8 +9,9 @@ import unisono
 
 
 def said(capsys, model, *args, **kwargs):
+    """What `fit` prints; no step is done unless `epochs` says so."""
     capsys.readouterr()
-    model.fit(*args, **{"verbose": 0, **kwargs})
+    model.fit(*args, **{"verbose": 0, "epochs": 0, **kwargs})
     return capsys.readouterr().out.splitlines()
 
 
@@ -18,8 +19,8 @@ def test_one_line_at_the_first_fit(capsys):
     x, y = rows()
     model = adopted()
     expected = f"unisono: {BACKEND}, 2 replicas on cpu 0, 1; global batch 8 = 2 x 4 per replica"
-    assert said(capsys, model, x, y, batch_size=8) == [expected]
-    assert said(capsys, model, x, y, batch_size=4) == []
+    assert said(capsys, model, x, y, batch_size=8, epochs=2) == [expected]
+    assert said(capsys, model, x, y, batch_size=4, epochs=1) == []
 
 
 def test_nothing_is_said_before_fit(capsys):

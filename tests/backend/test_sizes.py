@@ -57,7 +57,7 @@ def trained(replicas: int | None, count: int, global_batch: int) -> Any:
     }
 
 
-@few(max_examples=8)
+@few(max_examples=6)
 @given(
     count=st.integers(1, 25), global_batch=st.integers(1, 13), replicas=st.sampled_from([2, 3, 4])
 )

@@ -10,6 +10,7 @@ global value. `add_loss` and a user's own `train_step` count as batch means.
 
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -78,6 +79,9 @@ class Replica(Protocol):
     """Rows of this replica divided by the rows of the global batch."""
     metric_factor: Any
     """1, or 1 / replicas where the batch runs whole on each replica."""
+
+    def after_data(self) -> AbstractContextManager[Any]:
+        """What is done inside waits for the batch, and is not done where the data has ended."""
 
     def gather_rows(self, x: Any) -> Any:
         """Rows of all replicas in order; gradients flow into this replica's own rows."""
@@ -150,7 +154,8 @@ class Replication:
         """Run the class's own `train_step` or `test_step` on one replica's rows."""
         replica = self._current()
         assert replica is not None
-        _start_metrics(self._model, replica.state)
+        with replica.after_data():
+            _start_metrics(self._model, replica.state)
         logs = original(self._model, name)(data)
         logs = self._global_logs(replica, logs)
         if name == "train_step" and self._drifting:

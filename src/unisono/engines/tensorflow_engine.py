@@ -10,6 +10,7 @@ code runs under a multi-worker strategy.
 import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
@@ -150,7 +151,8 @@ class TensorFlowReplicas:
         self.placement = placement
         self.sync_batch_norm = sync_batch_norm
         self._strategy = strategy or strategy_of(placement)
-        self._num_replicas = placement.num_replicas
+        # Of all processes, should the strategy span several.
+        self._num_replicas = self._strategy.num_replicas_in_sync
         self._model = model
         self._replication = Replication(model, current_replica, sync_batch_norm=sync_batch_norm)
         self._own_jit_compile = model._jit_compile
@@ -177,10 +179,9 @@ class TensorFlowReplicas:
         """Create all variables before a step is traced, where replicas could not."""
         if data_batch is None:
             for _, _, batches in iterator:
-                data_batch = next(batches, None)
+                # No data at all is no error: what the data would look like is known.
+                data_batch = next(batches, batches.element_spec)
                 break
-        if data_batch is None:
-            return  # No data at all: there will be no step either.
         model = self._model
         has_own_step = type(model).train_step is not TensorFlowTrainer.train_step
         try:
@@ -316,7 +317,7 @@ class TensorFlowReplicas:
         num_rows = _num_rows(data)
 
         def run() -> Any:
-            _running.replica = TensorFlowReplica(num_rows, self._num_replicas)
+            _running.replica = TensorFlowReplica(data, num_rows, self._num_replicas)
             try:
                 return on_replica()
             finally:
@@ -333,8 +334,11 @@ class TensorFlowReplicas:
 class TensorFlowReplica:
     """One replica of tf.distribute in the middle of a step; see replication.Replica."""
 
-    def __init__(self, num_rows: Any, num_replicas: int) -> None:
+    def __init__(self, data: Any, num_rows: Any, num_replicas: int) -> None:
         self.state = StepState()
+        self._data = [
+            leaf for leaf in tf.nest.flatten(data, expand_composites=True) if leaf is not None
+        ]
         self._context = tf.distribute.get_replica_context()
         self._index = self._context.replica_id_in_sync_group
         self._num_rows = num_rows
@@ -350,6 +354,10 @@ class TensorFlowReplica:
         self.metric_factor = tf.where(is_whole, 1.0 / num_replicas, 1.0)
         self._gradient_scale = tf.where(is_whole, 1.0, 1.0 / self.share)
         self._rows_after = tf.where(is_whole, self._stop, num_rows)
+
+    def after_data(self) -> AbstractContextManager[Any]:
+        dependencies: AbstractContextManager[Any] = tf.control_dependencies(self._data)
+        return dependencies
 
     def own_rows(self, data: Any) -> Any:
         def rows(leaf: Any) -> Any:

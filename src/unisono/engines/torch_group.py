@@ -5,6 +5,7 @@ Keras 3.16, which averages gradients by itself once the default group exists, le
 Processes find each other through a file in a private folder; sockets are bound to loopback.
 """
 
+import contextlib
 import datetime
 from collections.abc import Sequence
 from typing import Any
@@ -98,6 +99,9 @@ class TorchReplica:
         self.group = group
         self._sizes = share_sizes(num_rows, group.size)
         self.share = self._sizes[group.rank] / num_rows
+
+    def after_data(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def gather_rows(self, x: torch.Tensor) -> torch.Tensor:
         if len(x) != self._sizes[self.group.rank]:

@@ -1,0 +1,219 @@
+"""The processes of torch replicas: reused, watched, and gone when they should be."""
+
+import os
+import signal
+import threading
+import time
+
+import keras
+import numpy as np
+import pytest
+from scripts import is_alive, private_bytes, run, start, wait_until_gone, workers_of
+from test_many_models import Gan
+from twins import BACKEND, TOLERANCE, adopted, apart, fit, rows, sgd, state, trained
+
+import unisono
+
+pytestmark = pytest.mark.skipif(BACKEND != "torch", reason="only torch has a process per replica")
+
+MIB = 2**20
+
+
+def pids(model):
+    return [worker.pid for worker in vars(model)["_unisono"]._team.workers]
+
+
+def test_calls_and_models_share_the_workers():
+    x, y = rows()
+    model = adopted()
+    fit(model, x, y)
+    first = pids(model)
+    assert len(first) == 1
+    assert first[0] in workers_of(os.getpid())
+    model.evaluate(x, y, verbose=0)
+    model.predict(x, verbose=0)
+    fit(model, x, y, validation_data=(x, y))
+    other = adopted()
+    fit(other, x, y)
+    assert pids(model) == pids(other) == first
+
+
+def test_a_batch_goes_to_the_workers_and_no_more(tmp_path):
+    """200 MiB of data, of which three batches are used: workers get their rows of those."""
+    x = np.zeros((51_200, 1024), "float32")
+    y = np.zeros((len(x), 1), "float32")
+    model = keras.Sequential([keras.Input((1024,)), keras.layers.Dense(1)])
+    unisono.parallel(model, replicas=2).compile("sgd", "mse")
+    fit(model, x[:64], y[:64], batch_size=64)
+    (pid,) = pids(model)
+    in_shm, before = set(os.listdir("/dev/shm")), private_bytes(pid)
+    seen = []
+    look = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: seen.append(set(os.listdir("/dev/shm")) - in_shm)
+    )
+    model.fit(x, y, batch_size=64, steps_per_epoch=3, verbose=0, callbacks=[look])
+    assert before > 0
+    assert private_bytes(pid) - before < 20 * MIB
+    assert seen == [set()] * 3
+
+
+def test_a_model_without_call_trains_on_all_replicas(monkeypatch):
+    gan = Gan()
+    gan.built = True
+    unisono.parallel(gan, replicas=2).compile(sgd(), sgd())
+    told = []
+    team = vars(gan)["_unisono"]._team
+    tell = team.tell
+    monkeypatch.setattr(team, "tell", lambda *command: told.append(command[0]) or tell(*command))
+    fit(gan, rows()[0], rows(seed=3)[0])
+    assert told.count("step") == 3
+
+
+class Slow(keras.layers.Layer):
+    def call(self, x, training=False):
+        if training:
+            time.sleep(1.0)
+        return x
+
+
+def test_a_worker_is_killed_in_the_middle_of_a_step():
+    x, y = rows()
+    hidden = keras.layers.Dense(2)
+    model = keras.Sequential([keras.Input((4,)), hidden, Slow(), keras.layers.Dense(1)])
+    unisono.parallel(model, replicas=2).compile(sgd(), "mse")
+    fit(model, x[:8], y[:8])
+    before, (pid,) = state(model), pids(model)
+    threading.Timer(0.4, os.kill, (pid, signal.SIGKILL)).start()
+    began = time.monotonic()
+    with pytest.raises(unisono.WorkerError) as caught:
+        fit(model, x, y)
+    assert time.monotonic() - began < 10
+    assert f"Replica 1 (process {pid}) was ended by SIGKILL" in str(caught.value)
+    assert "call fit again" in str(caught.value)
+    assert apart(before, state(model)) == 0
+    fit(model, x[:8], y[:8])
+    assert pids(model) != [pid]
+    assert apart(before, state(model)) > 0
+
+
+def test_a_worker_is_killed_between_calls():
+    x, y = rows()
+    model = adopted()
+    fit(model, x, y)
+    (pid,) = pids(model)
+    os.kill(pid, signal.SIGKILL)
+    assert not wait_until_gone([pid], 5)
+    fit(model, x, y)
+    assert pids(model) != [pid]
+    assert apart(trained(2), state(model)) <= TOLERANCE
+
+
+WITH_ERRORS = '''
+import os, traceback
+import keras, numpy as np, unisono
+
+class Marked(Exception):
+    pass
+
+class Picky(keras.layers.Layer):
+    def call(self, x):
+        if bool((x > 100).any()):
+            raise Marked("a marked row in process %d" % os.getpid())
+        return x
+
+class Twice(Exception):
+    def __init__(self, first, second):
+        super().__init__(f"{first} and {second}")
+
+class Fussy(keras.losses.Loss):
+    def call(self, y_true, y_pred):
+        if bool((y_true > 100).any()):
+            raise Twice("one", "another")
+        return (y_true - y_pred) ** 2
+
+model = keras.Sequential([keras.Input((4,)), Picky(), keras.layers.Dense(1)])
+model = unisono.parallel(model, replicas=2)
+model.compile("sgd", Fussy())
+x, y = np.ones((8, 4), "float32"), np.ones((8, 1), "float32")
+model.fit(x, y, batch_size=8, verbose=0)
+team = vars(model)["_unisono"]._team
+pids = [worker.pid for worker in team.workers]
+before = model.get_weights()
+bad = x.copy()
+bad[6] = 1000
+for call in ("fit", "predict"):
+    try:
+        getattr(model, call)(*((bad,) if call == "predict" else (bad, y)), verbose=0)
+    except Marked as error:
+        print("caught in", call)
+        assert str(os.getpid()) not in str(error)
+        text = "".join(traceback.format_exception(error))
+        assert "Raised in replica 1:" in text, text
+        assert 'raise Marked("a marked row in process %d" % os.getpid())' in text or "in call" in text
+    assert all((a == b).all() for a, b in zip(before, model.get_weights(), strict=True))
+try:
+    model.fit(x, bad[:, :1], verbose=0)
+except Twice as error:
+    print("caught", error)
+except unisono.WorkerError as error:
+    print("caught", "Twice" in "".join(traceback.format_exception(error)))
+model.fit(x, y, verbose=0)
+assert pids != [worker.pid for worker in team.workers]
+print("trained again")
+'''
+
+
+def test_an_exception_of_a_worker_is_caught_by_its_name(tmp_path):
+    (tmp_path / "script.py").write_text(WITH_ERRORS)
+    done = run(str(tmp_path / "script.py"))
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()[1:]
+    assert lines[:2] == ["caught in fit", "caught in predict"]
+    assert lines[2] in ("caught one and another", "caught True")
+    assert lines[3] == "trained again"
+
+
+LONG = """
+import keras, numpy as np, unisono
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+model = unisono.parallel(model, replicas=3)
+model.compile("sgd", "mse")
+begun = keras.callbacks.LambdaCallback(
+    on_train_batch_end=lambda batch, logs: batch == 5 and print("begun", flush=True)
+)
+x = np.ones((6 * 1000, 4)); y = np.ones((6 * 1000, 1))
+model.fit(x, y, batch_size=6, epochs=10**6, verbose=0, callbacks=[begun])
+"""
+
+
+@pytest.fixture
+def long_run():
+    """A program in the middle of `fit`, and its workers."""
+    process = start("-c", LONG)
+    try:
+        assert "unisono: " in process.stdout.readline()
+        assert process.stdout.readline() == "begun\n"
+        workers = workers_of(process.pid)
+        assert len(workers) == 2
+        yield process, workers
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def test_no_worker_outlives_a_parent_that_was_killed(long_run):
+    process, workers = long_run
+    process.kill()
+    process.wait()
+    assert not wait_until_gone(workers, 5)
+
+
+def test_ctrl_c_ends_all(long_run):
+    process, workers = long_run
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode != 0
+    assert "KeyboardInterrupt" in err
+    assert not wait_until_gone(workers, 5)
+    assert not is_alive(process.pid)
