@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from unisono.devices import Placement
 from unisono.engines.batch_norm import batch_norms, group_statistics, ungroup_statistics
 from unisono.engines.hooks import bind, original, unbind
+from unisono.engines.interrupts import interrupts_held_back
 from unisono.engines.replication import optimizers_of
 from unisono.errors import StartedError
 
@@ -149,8 +150,10 @@ class JaxReplicas:
                 self._list_variables(_PARTS[len(state)])
             # The variables, not `state`, are the truth: a callback may have written to a layer.
             # They are written at each step, as this one frees the values that they had before.
-            outputs, state = step(self._state_of_variables(), self._place(data))
-            self._publish(state)
+            before, data = self._state_of_variables(), self._place(data)
+            with interrupts_held_back():
+                outputs, state = step(before, data)
+                self._publish(state)
             return outputs, state
 
         return run

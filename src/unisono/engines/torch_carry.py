@@ -8,7 +8,9 @@ the same order, and they travel as tensors.
 
 import io
 import pickle
-from collections.abc import Iterator
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import cloudpickle
@@ -19,6 +21,7 @@ from keras.src.models.functional import Functional
 from keras.src.models.model import inject_functional_model_class
 from keras.src.saving.keras_saveable import KerasSaveable
 from keras.src.utils import tracking
+from keras.src.utils.backend_utils import DynamicBackend
 
 from unisono.engines.replication import optimizers_of, rename_variables, with_inner
 from unisono.errors import ModelError
@@ -36,14 +39,16 @@ _LEFT_BEHIND = {
     "_eval_epoch_iterator",
     "_unisono",
 }
+_STACK_BYTES = 512 * 2**20  # Reserved, not used up: the system hands out pages as they are touched.
 _TRACKED = (tracking.TrackedList, tracking.TrackedDict, tracking.TrackedSet)
 
 
 def pack(model: keras.Model) -> bytes:
     """The structure of a model, compiled state included, without its values."""
     buffer = io.BytesIO()
+    content = (model, carried_variables(model), _settings())
     try:
-        _Packer(buffer, model).dump((model, carried_variables(model), _settings()))
+        _with_deep_stack(lambda: _Packer(buffer, model).dump(content))
     except (TypeError, AttributeError, pickle.PicklingError) as error:
         raise ModelError(
             f"The model {model.name!r} cannot be sent to the processes of the other replicas: "
@@ -94,6 +99,8 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc, unused-ignore]
             )
         if isinstance(obj, KerasSaveable):
             return _blank, (type(obj),), dict(_attributes(obj)), None, None, _set_attributes
+        if isinstance(obj, DynamicBackend):
+            return DynamicBackend, (obj._backend,)
         if isinstance(obj, _TRACKED):
             content = (vars(obj), list(obj.items()) if isinstance(obj, dict) else list(obj))
             return _blank, (type(obj),), content, None, None, _set_tracked
@@ -115,6 +122,29 @@ class _Unpacker(pickle.Unpickler):
             )
             self._parameters[number] = torch.nn.Parameter(tensor, requires_grad=requires_grad)
         return self._parameters[number]
+
+
+def _with_deep_stack(function: Callable[[], Any]) -> None:
+    """Run a function that descends from layer to layer, however many there are."""
+    errors = []
+
+    def run() -> None:
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    limit, stack = sys.getrecursionlimit(), threading.stack_size(_STACK_BYTES)
+    sys.setrecursionlimit(max(limit, 200_000))
+    try:
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    finally:
+        threading.stack_size(stack)
+        sys.setrecursionlimit(limit)
+    if errors:
+        raise errors[0]
 
 
 def _attributes(obj: Any) -> Iterator[tuple[str, Any]]:

@@ -94,7 +94,8 @@ class TorchReplicas:
     def _call(self, name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             # Anything on the model may have been changed since the last call.
-            self._may_differ = self._may_differ or name in ("fit", "evaluate", "predict")
+            is_outermost = self._depth == 0 and name in ("fit", "evaluate", "predict")
+            self._may_differ = self._may_differ or is_outermost
             threads = torch.get_num_threads()
             self._depth += 1
             try:

@@ -40,6 +40,15 @@ for name, title, make in (
     ("lamb", "Lamb", lambda: optimizers.Lamb(0.01)),
     ("adafactor", "Adafactor", lambda: optimizers.Adafactor(0.05)),
     ("lion", "Lion", lambda: optimizers.Lion(0.003)),
+    ("muon", "Muon", lambda: optimizers.Muon(0.01)),
+    ("schedule_free", "ScheduleFreeAdamW", lambda: optimizers.ScheduleFreeAdamW(0.01)),
+    (
+        "multi_optimizer",
+        "MultiOptimizer: SGD on biases, Adam on the rest",
+        lambda: optimizers.MultiOptimizer(
+            optimizers.OptimizerMap(optimizers.Adam(0.01), {".*/bias": optimizers.SGD(0.05)})
+        ),
+    ),
     (
         "ema",
         "SGD with an average of the weights (EMA)",

@@ -68,7 +68,8 @@ def no_gradient_sometimes(adopt: Adopt) -> Results:
     task = regression()
     task.x[:, 0] = sign_of_batch(len(task.x))
     task.x_test[:, 0] = sign_of_batch(len(task.x_test))
-    return train(adopt(Switched()), task, optimizer=optimizers.Adam(0.01))
+    adam = optimizers.Adam(0.01)
+    return train(adopt(Switched()), task, test_batch=GLOBAL_BATCH, optimizer=adam)
 
 
 def sign_of_batch(count: int) -> Any:
