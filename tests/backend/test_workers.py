@@ -108,7 +108,7 @@ def test_a_worker_is_killed_between_calls():
     assert apart(trained(2), state(model)) <= TOLERANCE
 
 
-WITH_ERRORS = '''
+WITH_ERRORS = """
 import os, traceback
 import keras, numpy as np, unisono
 
@@ -163,7 +163,7 @@ except unisono.WorkerError as error:
 model.fit(x, y, verbose=0)
 assert pids != [worker.pid for worker in team.workers]
 print("trained again")
-'''
+"""
 
 
 def test_an_exception_of_a_worker_is_caught_by_its_name(tmp_path):
