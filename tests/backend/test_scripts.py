@@ -2,10 +2,11 @@
 
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
-from scripts import run, workers_of
+from scripts import run, start, wait_until_gone, workers_of
 
 SCRIPT = Path(__file__).with_name("user_script.py")
 
@@ -87,6 +88,40 @@ def test_the_interactive_prompt():
     done = run("-i", "-q", text=typed)
     _check(done)
     assert "rows: 5" in done.stdout
+
+
+INTERRUPTED = """
+import keras, numpy as np, unisono
+model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(256), keras.layers.Dense(1)])
+model = unisono.parallel(model, replicas=2)
+model.compile("adam", "mse")
+x, y = np.ones((512, 64), "float32"), np.ones((512, 1), "float32")
+begun = keras.callbacks.LambdaCallback(
+    on_train_batch_end=lambda batch, logs: batch == 5 and print("begun", flush=True)
+)
+try:
+    model.fit(x, y, batch_size=64, epochs=10**6, verbose=0, callbacks=[begun])
+except KeyboardInterrupt:
+    print("interrupted")
+assert all(np.isfinite(w).all() for w in model.get_weights())
+model.fit(x, y, batch_size=64, verbose=0)
+print("trained on", flush=True)
+"""
+
+
+def test_ctrl_c_leaves_a_model_that_trains_on():
+    process = start("-c", INTERRUPTED)
+    try:
+        while process.stdout.readline() != "begun\n":
+            assert process.poll() is None
+        workers = workers_of(process.pid)
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=100)
+    finally:
+        process.kill()
+    assert process.returncode == 0, err
+    assert out.splitlines()[-2:] == ["interrupted", "trained on"]
+    assert not wait_until_gone(workers, 5)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ code runs under a multi-worker strategy.
 
 import gc
 import threading
+import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -205,8 +206,7 @@ class TensorFlowReplicas:
         self._replication.prepare()
         for optimizer in with_inner(optimizers_of(self._model)):
             for name in _OPTIMIZER_PARTS:
-                if getattr(type(optimizer), name) is getattr(TFOptimizer, name):
-                    bind(optimizer, name, getattr(BaseOptimizer, name).__get__(optimizer))
+                bind(optimizer, name, _past_tensorflow(type(optimizer), name).__get__(optimizer))
             if isinstance(optimizer, LossScaleOptimizer):
                 bind(optimizer, "_tf_apply", optimizer._common_apply)
         with tf.init_scope():
@@ -438,6 +438,25 @@ def _other_models_with(variables: dict[int, Any], model: keras.Model) -> Iterato
         is_model = issubclass(type(other), keras.Model) and other is not model
         if is_model and any(id(variable) in variables for variable in other.variables):
             yield other
+
+
+def _past_tensorflow(cls: type, name: str) -> Any:
+    """A method of an optimizer class that knows nothing of Keras' TensorFlow version of it."""
+    method = getattr(cls, name)
+    if method is getattr(TFOptimizer, name):
+        return getattr(BaseOptimizer, name)
+    if "__class__" not in method.__code__.co_freevars:
+        return method
+    # One that overrides it and goes on to it with `super()`, as Nadam does: `super()` looks behind
+    # the class in this cell.
+    cells = zip(method.__code__.co_freevars, method.__closure__, strict=True)
+    closure = tuple(
+        types.CellType(TFOptimizer) if cell_name == "__class__" else cell
+        for cell_name, cell in cells
+    )
+    return types.FunctionType(
+        method.__code__, method.__globals__, name, method.__defaults__, closure
+    )
 
 
 def _remedy(found: int, count: int) -> str:

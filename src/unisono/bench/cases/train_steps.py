@@ -8,7 +8,7 @@ from typing import Any
 import keras
 from keras import layers, ops
 
-from unisono.bench.case import Adopt, Group, Results, optimizer_state, state_of
+from unisono.bench.case import Adopt, Group, Results, by_position, optimizer_state, state_of
 from unisono.bench.exercise import evaluate, fit, sgd, train
 from unisono.bench.tasks import NUM_FEATURES, TEST_ROWS, regression, row_weights
 
@@ -226,4 +226,4 @@ def two_optimizers(adopt: Adopt) -> Results:
     model.compile(sgd(), keras.optimizers.Adam(0.01))
     history = fit(model, task.x, task.y)
     optimizers = [optimizer_state(model.main_optimizer), optimizer_state(model.critic_optimizer)]
-    return {"history": history, "optimizers": optimizers, **state_of(model)}
+    return {"history": history, "optimizers": optimizers, "weights": by_position(model.weights)}
