@@ -15,21 +15,30 @@ def interrupt():
 
 def test_an_interrupt_is_delivered_at_the_end():
     steps = []
-    with pytest.raises(KeyboardInterrupt):
+
+    def work():
         with interrupts_held_back():
             interrupt()
             steps.append("the rest of the block")
         steps.append("what follows")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
     assert steps == ["the rest of the block"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_second_interrupt_is_delivered_at_once():
     steps = []
-    with pytest.raises(KeyboardInterrupt), interrupts_held_back():
-        interrupt()
-        interrupt()
-        steps.append("the rest of the block")
+
+    def work():
+        with interrupts_held_back():
+            interrupt()
+            interrupt()
+            steps.append("the rest of the block")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
     assert steps == []
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 

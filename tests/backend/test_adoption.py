@@ -310,8 +310,10 @@ def test_a_callback_uses_the_model_in_the_middle_of_an_epoch():
 # -- copies and files --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("build", [mlp, Net])
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+@pytest.mark.parametrize(
+    ("copied", "build"),
+    [(copy.deepcopy, mlp), (lambda model: pickle.loads(pickle.dumps(model)), Net)],
+)
 def test_a_copy_is_a_plain_model_that_trains_on(copied, build):
     x, y = rows()
     model = adopted(build)

@@ -108,5 +108,5 @@ def test_simulated_gpus_are_named_as_such(capsys, monkeypatch):
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     unisono.parallel(model, gpus=[1])
     model.compile("sgd", "mse")
-    (line,) = said(capsys, model, np.ones((4, 4)), np.ones((4, 1)))
+    (line,) = said(capsys, model, np.ones((4, 4)), np.ones((4, 1)), epochs=1)
     assert "1 replica on gpu 1 (simulated on the cpu); global batch 4 = 1 x 4" in line

@@ -45,7 +45,7 @@ def model_with(norm, shape=(4,)):
     return keras.Sequential([keras.Input(shape), *parts])
 
 
-@pytest.mark.parametrize(("replicas", "shape"), [(2, (4,)), (4, (3, 4))])
+@pytest.mark.parametrize(("replicas", "shape"), [(2, (4,)), (3, (3, 4))])
 def test_statistics_are_those_of_the_definition(replicas, shape):
     x, y = rows()
     if len(shape) == 2:
@@ -54,7 +54,8 @@ def test_statistics_are_those_of_the_definition(replicas, shape):
     norm = {"momentum": 0.9, "epsilon": 1e-3}
     model = plain(lambda: model_with(layers.BatchNormalization(**norm), shape))
     unisono.parallel(model, replicas=replicas, sync_batch_norm=False)
-    assert apart(fit(expected, x, y, epochs=2), fit(model, x, y, epochs=2)) <= TOLERANCE
+    histories = [fit(one, x, y, epochs=2, batch_size=6) for one in (expected, model)]
+    assert apart(*histories) <= TOLERANCE
     assert apart(state(expected), state(model)) <= TOLERANCE
     outputs = [one.predict(x, batch_size=8, verbose=0) for one in (expected, model)]
     assert apart(outputs[:1], outputs[1:]) <= TOLERANCE

@@ -212,6 +212,7 @@ def test_no_worker_outlives_a_parent_that_was_killed(long_run):
     assert not wait_until_gone(workers, 5)
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_all(long_run):
     process, workers = long_run
     os.killpg(process.pid, signal.SIGINT)

@@ -116,6 +116,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     asked = parse(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # replicas end too
     with tempfile.TemporaryDirectory(prefix="unisono-exactness-") as folder:
         new = [
             cell

@@ -41,7 +41,6 @@ for name, title, make in (
     ("adafactor", "Adafactor", lambda: optimizers.Adafactor(0.05)),
     ("lion", "Lion", lambda: optimizers.Lion(0.003)),
     ("muon", "Muon", lambda: optimizers.Muon(0.01)),
-    ("schedule_free", "ScheduleFreeAdamW", lambda: optimizers.ScheduleFreeAdamW(0.01)),
     (
         "multi_optimizer",
         "MultiOptimizer: SGD on biases, Adam on the rest",
@@ -68,6 +67,14 @@ def adamw(adopt: Adopt) -> Results:
     optimizer = optimizers.AdamW(0.01, weight_decay=0.1)
     optimizer.exclude_from_weight_decay(var_names=["bias"])
     return train(adopt(mlp()), optimizer=optimizer)
+
+
+@OPTIMIZERS.case("ScheduleFreeAdamW")
+def schedule_free(adopt: Adopt) -> Results:
+    model, optimizer = adopt(mlp()), optimizers.ScheduleFreeAdamW(0.01)
+    # Built by `fit` on TensorFlow, its averages would start from 0 in plain Keras.
+    optimizer.build(model.trainable_variables)
+    return train(model, optimizer=optimizer)
 
 
 for name, title, make in (
