@@ -114,14 +114,17 @@ def test_more_inputs_than_targets(model, call):
 @pytest.mark.parametrize("call", CALLS)
 def test_no_rows_at_all(call):
     x, y = rows(0)
-    outcomes = []
+    outcomes, steps = [], []
     for one in (plain(), adopted()):
         try:
             call_with(one, call, x, y)
             outcomes.append(None)
         except Exception as error:
             outcomes.append(type(error))
+        steps.append(int(one.optimizer.iterations))
     assert outcomes[0] == outcomes[1]
+    assert steps[0] == steps[1]  # TensorFlow counts one.
+    one.optimizer.iterations.assign(0)
     fit(one, *rows())
     assert apart(trained(1), state(one)) <= TOLERANCE
 

@@ -56,7 +56,7 @@ def test_statistics_are_those_of_the_definition(replicas, shape):
     expected = plain(lambda: model_with(ByShares(replicas, **norm), shape))
     model = plain(lambda: model_with(layers.BatchNormalization(**norm), shape))
     unisono.parallel(model, replicas=replicas, sync_batch_norm=False)
-    histories = [fit(one, x, y, epochs=2, batch_size=6) for one in (expected, model)]
+    histories = [fit(one, x, y, epochs=2, batch_size=12) for one in (expected, model)]
     assert apart(*histories) <= TOLERANCE
     assert apart(state(expected), state(model)) <= TOLERANCE
     outputs = [one.predict(x, batch_size=8, verbose=0) for one in (expected, model)]

@@ -5,7 +5,7 @@ from typing import Any
 import keras
 from keras import optimizers
 
-from unisono.bench.case import SEED, Adopt, Group, Results, state_of
+from unisono.bench.case import SEED, Adopt, Group, Results, by_position, state_of
 from unisono.bench.exercise import evaluate, exercise, fit, mlp, predict, sgd, train
 from unisono.bench.tasks import GLOBAL_BATCH, TEST_ROWS, classes, regression, row_weights
 
@@ -113,7 +113,7 @@ def test_and_predict_on_batch(adopt: Adopt) -> Results:
     return {
         "test": [to_floats(model.test_on_batch(task.x[:n], task.y[:n])) for n in counts],
         "predict": [keras.ops.convert_to_numpy(model.predict_on_batch(task.x[:n])) for n in counts],
-        **state_of(model),
+        "weights": by_position(model.weights),
     }
 
 
