@@ -203,7 +203,7 @@ def test_a_teacher_and_a_student(is_teacher_parallel):
 # -- one inside another ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("replicas", [2, 3, None])
+@pytest.mark.parametrize("replicas", [2, pytest.param(3, marks=pytest.mark.slow), None])
 def test_a_trained_model_becomes_part_of_a_larger_one(replicas):
     """Transfer learning: the larger model is parallel itself, on as many or more, or plain."""
     x, y = rows()

@@ -86,6 +86,7 @@ def test_tf_data(capsys):
     assert line.endswith("; global batch as the data yields it, 1/2 of it per replica")
 
 
+@pytest.mark.skipif(BACKEND != "torch", reason="importing a second framework takes seconds")
 def test_a_torch_data_loader(capsys):
     torch = pytest.importorskip("torch")
     data = torch.utils.data.TensorDataset(*map(torch.from_numpy, rows(16)))
