@@ -183,6 +183,11 @@ def becomes_functional(model: Any) -> bool:
     return issubclass(Own, functional) and not was_functional
 
 
+def names_its_backend(model: Any) -> bool:
+    dynamic = lookup("keras.src.utils.backend_utils:DynamicBackend")
+    return dynamic("torch")._backend == "torch"
+
+
 def keys_collectives(model: Any) -> bool:
     import tensorflow as tf
 
@@ -640,6 +645,20 @@ TABLE = [
         "torch_carry",
         "to recognize a user's functional model",
         becomes_functional,
+        TORCH,
+    ),
+    Name(
+        "keras.src.utils.backend_utils:DynamicBackend",
+        "torch_carry",
+        "to carry a preprocessing layer, which holds one and cannot be copied by its attributes",
+        names_its_backend,
+        TORCH,
+    ),
+    Name(
+        "_backend",
+        "torch_carry",
+        "the backend that such an object stands for",
+        names_its_backend,
         TORCH,
     ),
     Name(
