@@ -219,7 +219,13 @@ def test_a_generator_raises_in_the_middle_of_an_epoch(steps_per_execution):
         model.fit(generate(), steps_per_epoch=5, verbose=0)
     assert caught.type is Broken or BACKEND == "tensorflow"
     done = int(model.optimizer.iterations)
-    if BACKEND == "tensorflow" and steps_per_execution == 1:
+    if BACKEND == "tensorflow" and steps_per_execution == 2:
+        # TensorFlow cuts off what an execution has under way when its data fails.
+        assert done >= 2
+        assert all(np.isfinite(value).all() for value in model.get_weights())
+        model.fit(x, y, verbose=0)
+        return
+    if BACKEND == "tensorflow":
         done -= 1  # As on plain Keras, the step that failed is counted, though it did nothing.
         model.optimizer.iterations.assign(done)
     assert done == 3

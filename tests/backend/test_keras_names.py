@@ -194,6 +194,16 @@ def keys_collectives(model: Any) -> bool:
     return tf.distribute.MirroredStrategy._collective_key_base == 0
 
 
+def describes_the_data(model: Any) -> bool:
+    import tensorflow as tf
+
+    iterator = lookup("keras.src.backend.tensorflow.trainer:TFEpochIterator")(
+        distribute_strategy=tf.distribute.get_strategy(), x=X, batch_size=2
+    )
+    spec = iterator._distributed_dataset.element_spec
+    return spec.shape[1:] == X.shape[1:]
+
+
 def asks_whether_started(model: Any) -> bool:
     from jax._src import xla_bridge
 
@@ -339,7 +349,7 @@ TABLE = [
     ),
     Name(
         "_var_key",
-        "tensorflow_engine, torch_carry",
+        "tensorflow_engine, tensorflow_strategy, torch_carry",
         "as the key under which an optimizer knows a variable",
         has_signature("keras.optimizers:Optimizer._var_key", "variable"),
     ),
@@ -539,6 +549,13 @@ TABLE = [
             takes(model._maybe_symbolic_build, "iterator", "data_batch")
             and is_read_from_instance("_maybe_symbolic_build")(model)
         ),
+        TF,
+    ),
+    Name(
+        "_distributed_dataset",
+        "tensorflow_engine",
+        "to know what the data looks like without taking any of it",
+        describes_the_data,
         TF,
     ),
     Name(

@@ -50,7 +50,7 @@ def test_statistics_are_those_of_the_definition(replicas, shape):
     x, y = rows()
     if len(shape) == 2:
         x = np.stack([x, x**2 + 1.0, -x], axis=1)
-    # Two or three rows a share may be nearly equal: the epsilon keeps rounding from being divided
+    # The few rows of a share may be nearly equal: the epsilon keeps rounding from being divided
     # by next to nothing.
     norm = {"momentum": 0.9, "epsilon": 0.1}
     expected = plain(lambda: model_with(ByShares(replicas, **norm), shape))

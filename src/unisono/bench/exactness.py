@@ -23,19 +23,20 @@ from unisono.bench.cell import Cell, read_cells, write_cells
 from unisono.bench.table import BACKENDS, explain, render, write_into
 
 POLL_S = 0.5
+MEASURE = (sys.executable, "-m", "unisono.bench.measure")
 
 
 def measure_backend(
-    backend: str, *, replicas: str, cases: str, folder: Path, timeout_s: float
+    backend: str, command: Sequence[str], *, folder: Path, timeout_s: float
 ) -> list[Cell]:
     """Measure all cells of a backend; one that kills or blocks its process becomes an error."""
     out = folder / f"{backend}.jsonl"
+    now = out.with_suffix(".now")
     while True:
-        out.with_suffix(".now").unlink(missing_ok=True)
-        ended = run_process(backend, replicas, cases, out, timeout_s)
+        now.unlink(missing_ok=True)
+        ended = run_process(backend, [*command, "--out", str(out)], out, timeout_s)
         if ended is None:
             return read_cells(out)
-        now = out.with_suffix(".now")
         if not now.exists():
             raise RuntimeError(
                 f"The process that measures {backend} {ended} before its first case; its output "
@@ -46,12 +47,11 @@ def measure_backend(
             print(lost.to_line(), file=file)
 
 
-def run_process(backend: str, replicas: str, cases: str, out: Path, timeout_s: float) -> str | None:
+def run_process(backend: str, command: Sequence[str], out: Path, timeout_s: float) -> str | None:
     """Run one measuring process to its end; says how it failed, or None."""
-    command = [sys.executable, "-m", "unisono.bench.measure", "--out", str(out)]
     settings = {"KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"}
     process = subprocess.Popen(
-        [*command, "--replicas", replicas, "--cases", cases],
+        command,
         env={**os.environ, **settings},
         stdout=subprocess.DEVNULL,
         start_new_session=True,
@@ -117,26 +117,19 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     asked = parse(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # replicas end too
+    command = [*MEASURE, "--replicas", asked.replicas, "--cases", asked.cases]
+    cells = read_cells(asked.json) if asked.json else []
     with tempfile.TemporaryDirectory(prefix="unisono-exactness-") as folder:
-        new = [
-            cell
-            for backend in asked.backend.split(",")
-            for cell in measure_backend(
-                backend,
-                replicas=asked.replicas,
-                cases=asked.cases,
-                folder=Path(folder),
-                timeout_s=asked.timeout,
-            )
-        ]
-    cells = merged(read_cells(asked.json) if asked.json else [], new)
-    if asked.json:
-        write_cells(asked.json, cells)
+        for backend in asked.backend.split(","):
+            new = measure_backend(backend, command, folder=Path(folder), timeout_s=asked.timeout)
+            cells = merged(cells, new)
+            if asked.json:
+                write_cells(asked.json, cells)
     table = render(cells)
     print(table)
     if asked.write:
         write_into(asked.write, table)
-    return 1 if not new or any(cell.failed for cell in cells) else 0
+    return 1 if not cells or any(cell.failed for cell in cells) else 0
 
 
 if __name__ == "__main__":

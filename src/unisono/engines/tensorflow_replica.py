@@ -1,0 +1,131 @@
+"""One replica in the middle of a step of tf.distribute: its rows, and sums over all of them."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from unisono.data import share_bounds
+from unisono.engines.replication import StepState
+
+_running = threading.local()
+
+
+def current_replica() -> "TensorFlowReplica | None":
+    """The replica whose step this thread is tracing or running."""
+    return getattr(_running, "replica", None)
+
+
+@contextmanager
+def running(replica: "TensorFlowReplica") -> Iterator["TensorFlowReplica"]:
+    """Make a replica the current one of this thread."""
+    _running.replica = replica
+    try:
+        yield replica
+    finally:
+        _running.replica = None
+
+
+class TensorFlowReplica:
+    """See replication.Replica."""
+
+    def __init__(self, data: Any, num_rows: Any, num_replicas: int) -> None:
+        self.state = StepState()
+        self._data = [
+            leaf for leaf in tf.nest.flatten(data, expand_composites=True) if leaf is not None
+        ]
+        self._context = tf.distribute.get_replica_context()
+        self._index = self._context.replica_id_in_sync_group
+        self._num_rows = num_rows
+        self._num_replicas = num_replicas
+        start, stop = share_bounds(num_rows, num_replicas, self._index)
+        # A batch smaller than the replicas runs whole on each.
+        is_whole = num_rows < num_replicas
+        self._start = tf.where(is_whole, 0, start)
+        self._stop = tf.where(is_whole, num_rows, stop)
+        rows = tf.cast(self._stop - self._start, tf.float32)
+        fraction = rows / tf.cast(num_rows, tf.float32)
+        self.share = tf.where(is_whole, 1.0 / num_replicas, fraction)
+        self.metric_factor = tf.where(is_whole, 1.0 / num_replicas, 1.0)
+        self._gradient_scale = tf.where(is_whole, 1.0, 1.0 / self.share)
+        self._rows_after = tf.where(is_whole, self._stop, num_rows)
+
+    def after_data(self) -> AbstractContextManager[Any]:
+        dependencies: AbstractContextManager[Any] = tf.control_dependencies(self._data)
+        return dependencies
+
+    def own_rows(self, data: Any) -> Any:
+        def rows(leaf: Any) -> Any:
+            if leaf is None:
+                return None
+            if isinstance(leaf, tf.SparseTensor):
+                begin = tf.concat([[self._start], tf.zeros_like(leaf.dense_shape[1:], tf.int32)], 0)
+                size = tf.concat(
+                    [[self._stop - self._start], tf.cast(leaf.dense_shape[1:], tf.int32)], 0
+                )
+                return tf.sparse.slice(leaf, tf.cast(begin, tf.int64), tf.cast(size, tf.int64))
+            return leaf[self._start : self._stop]
+
+        # Sliced before it travels: a device gets its own rows only.
+        with tf.device("CPU:0"):
+            return keras.tree.map_structure(rows, data)
+
+    def gather_rows(self, x: Any) -> Any:
+        is_bool = x.dtype == tf.bool
+        every = self._context.all_gather(tf.cast(x, tf.int32) if is_bool else x, axis=0)
+        every = tf.stop_gradient(tf.cast(every, x.dtype))
+        return tf.concat([every[: self._start], x, every[self._stop : self._rows_after]], axis=0)
+
+    def follow_changes(self, own: Any, gathered: Any) -> None:
+        """Tensors of a graph cannot be changed."""
+
+    def with_global_gradient(self, loss: Any) -> Any:
+        scaled = loss * tf.cast(self._gradient_scale, loss.dtype)
+        return scaled + tf.stop_gradient(loss - scaled)
+
+    def stack(self, x: Any) -> Any:
+        @tf.custom_gradient
+        def stacked(x: Any) -> Any:
+            every = self._context.all_gather(x[tf.newaxis], axis=0)
+
+            def gradient(upstream: Any) -> Any:
+                if self.state.weighted_optimizers:
+                    return self.total([upstream])[0][self._index]
+                share = tf.cast(self.share, upstream.dtype)
+                return self.total([upstream * share])[0][self._index] / share
+
+            return every, gradient
+
+        return stacked(x)
+
+    def total(self, tensors: Sequence[Any]) -> list[Any]:
+        # Alone on a device other than the first, there is nobody to add up with.
+        if not tensors or self._num_replicas == 1:
+            return list(tensors)
+        return list(self._context.all_reduce(tf.distribute.ReduceOp.SUM, list(tensors)))
+
+    def reduce_gradients(
+        self, gradients: Sequence[Any], variables: Sequence[Any], weight: Any
+    ) -> list[Any]:
+        known = [_weighted(g, weight) for g in gradients if g is not None]
+        totals = iter(self.total(known))
+        return [None if g is None else next(totals) for g in gradients]
+
+
+def _weighted(gradient: Any, weight: Any) -> Any:
+    weight = tf.cast(weight, gradient.dtype)
+    if isinstance(gradient, tf.IndexedSlices):
+        # Kept sparse: Keras' optimizers update only the rows that were used.
+        return tf.IndexedSlices(gradient.values * weight, gradient.indices, gradient.dense_shape)
+    return gradient * weight
+
+
+def num_rows(data: Any) -> Any:
+    """The rows of a global batch."""
+    leaf = next(leaf for leaf in keras.tree.flatten(data) if leaf is not None)
+    if isinstance(leaf, tf.SparseTensor):
+        return tf.cast(leaf.dense_shape[0], tf.int32)
+    return leaf.nrows(tf.int32) if isinstance(leaf, tf.RaggedTensor) else tf.shape(leaf)[0]
