@@ -24,7 +24,7 @@ def batch_norms(model: keras.Model) -> Iterator[Any]:
 def synchronize_moments(layer: Any, current: Callable[[], Any]) -> None:
     """Take a layer's moments over all replicas.
 
-    `current()` is the replica whose step is running (see replication.Replica), or None outside a
+    `current()` is the replica whose step is running (see step.Replica), or None outside a
     step, where the layer works as Keras wrote it.
     """
 

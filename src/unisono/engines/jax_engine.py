@@ -22,7 +22,7 @@ from unisono.devices import Placement
 from unisono.engines.batch_norm import batch_norms, group_statistics, ungroup_statistics
 from unisono.engines.hooks import bind, original, unbind
 from unisono.engines.interrupts import interrupts_held_back
-from unisono.engines.replication import optimizers_of
+from unisono.engines.parts import optimizers_of
 from unisono.errors import StartedError
 
 _AXIS = "replica"

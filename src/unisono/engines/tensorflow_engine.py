@@ -18,14 +18,9 @@ from tensorflow.python.distribute.values import MirroredVariable
 
 from unisono.devices import Placement
 from unisono.engines.hooks import bind, original, unbind
-from unisono.engines.replication import (
-    SEED_STRIDE,
-    Replication,
-    optimizers_of,
-    rename_variables,
-    seed_states,
-    with_inner,
-)
+from unisono.engines.parts import optimizers_of, rename_variables, seed_states, with_inner
+from unisono.engines.replication import Replication
+from unisono.engines.step import SEED_STRIDE
 from unisono.engines.tensorflow_optimizer import leave_replica, stay_in_replica
 from unisono.engines.tensorflow_replica import (
     TensorFlowReplica,

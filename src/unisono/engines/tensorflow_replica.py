@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from unisono.data import share_bounds
-from unisono.engines.replication import StepState
+from unisono.engines.step import StepState
 
 _running = threading.local()
 
@@ -30,7 +30,7 @@ def running(replica: "TensorFlowReplica") -> Iterator["TensorFlowReplica"]:
 
 
 class TensorFlowReplica:
-    """See replication.Replica."""
+    """See step.Replica."""
 
     def __init__(self, data: Any, num_rows: Any, num_replicas: int) -> None:
         self.state = StepState()

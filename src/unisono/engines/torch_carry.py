@@ -23,7 +23,7 @@ from keras.src.saving.keras_saveable import KerasSaveable
 from keras.src.utils import tracking
 from keras.src.utils.backend_utils import DynamicBackend
 
-from unisono.engines.replication import optimizers_of, rename_variables, with_inner
+from unisono.engines.parts import optimizers_of, rename_variables, with_inner
 from unisono.errors import ModelError
 
 # What a training call leaves on a model and a replica must not get: functions made for this

@@ -16,7 +16,8 @@ import torch
 
 from unisono.devices import Placement
 from unisono.engines.hooks import bind, original, unbind
-from unisono.engines.replication import Replication, optimizers_of
+from unisono.engines.parts import optimizers_of
+from unisono.engines.replication import Replication
 from unisono.engines.torch_carry import carried_variables, pack
 from unisono.engines.torch_group import Group, TorchReplica, own_rows
 from unisono.engines.torch_replica import current_replica, run_step

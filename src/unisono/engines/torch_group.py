@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from unisono.data import share_bounds, share_sizes
-from unisono.engines.replication import StepState
+from unisono.engines.step import StepState
 
 TIMEOUT = datetime.timedelta(minutes=10)
 
@@ -90,7 +90,7 @@ class Group:
 
 
 class TorchReplica:
-    """One replica in the middle of a step; see replication.Replica."""
+    """One replica in the middle of a step; see step.Replica."""
 
     metric_factor = 1.0
 

@@ -6,7 +6,9 @@ import keras
 import torch
 
 from unisono.engines.hooks import original
-from unisono.engines.replication import SEED_STRIDE, Replication, seed_states
+from unisono.engines.parts import seed_states
+from unisono.engines.replication import Replication
+from unisono.engines.step import SEED_STRIDE
 from unisono.engines.torch_carry import unpack
 from unisono.engines.torch_group import Group, TorchReplica, own_rows
 from unisono.engines.torch_team import Place, default_device

@@ -1,0 +1,177 @@
+"""One replica in the middle of a step: what it does to its gradients and metrics.
+
+Each replica r holds the share s_r = n_r / n of the global batch. Gradients are summed over replicas
+weighted by s_r, unless the loss has been weighted already; what a replica's rows added to a metric
+is replaced, at the end of the step, by what all rows add.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import keras
+from keras import ops
+from keras.src import backend as keras_backend
+
+from unisono.engines.parts import is_sum_of_samples
+
+# A large stride: torch adds the two words of a seed, so neighbours must not count into each other.
+SEED_STRIDE = 1_000_003
+
+
+@dataclass
+class StepState:
+    """What one replica keeps while its step runs."""
+
+    metric_variables: list[tuple[Any, Any]] = field(default_factory=list)
+    """Each metric variable with its metric."""
+    values_before: list[Any] = field(default_factory=list)
+    replicated_metrics: set[int] = field(default_factory=set)
+    """Ids of metrics that were given global values, so that all replicas agree on them."""
+    is_reduced: bool = True
+    weighted_optimizers: set[int] = field(default_factory=set)
+    """Ids of optimizers whose loss has been weighted by share already, in `scale_loss`."""
+    gathered: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+
+
+class Replica(Protocol):
+    """One replica in the middle of a step, as an engine presents it."""
+
+    state: StepState
+    share: Any
+    """Rows of this replica divided by the rows of the global batch."""
+    metric_factor: Any
+    """1, or 1 / replicas where the batch runs whole on each replica."""
+
+    def after_data(self) -> AbstractContextManager[Any]:
+        """What is done inside waits for the batch, and is not done where the data has ended."""
+
+    def gather_rows(self, x: Any) -> Any:
+        """Rows of all replicas in order; gradients flow into this replica's own rows."""
+
+    def follow_changes(self, own: Any, gathered: Any) -> None:
+        """Take over what was changed in place on gathered rows, where tensors can be changed."""
+
+    def with_global_gradient(self, loss: Any) -> Any:
+        """The same value; its gradient undoes the weighting by share."""
+
+    def stack(self, x: Any) -> Any:
+        """x of every replica along a new first axis, differentiably."""
+
+    def total(self, tensors: Sequence[Any]) -> list[Any]:
+        """Sums over replicas."""
+
+    def reduce_gradients(
+        self, gradients: Sequence[Any], variables: Sequence[Any], weight: Any
+    ) -> list[Any]:
+        """Sums over replicas times a weight; None where no replica has a gradient."""
+
+
+def update_metric(
+    replica: Replica, metric: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    replicated = replica.state.replicated_metrics
+    if id(metric) in replicated:
+        return plain(*args, **kwargs)
+    leaves = [leaf for leaf in keras.tree.flatten((args, kwargs)) if leaf is not None]
+    if any(_rank(leaf) for leaf in leaves):
+        if not is_sum_of_samples(metric):
+            args, kwargs = gather(replica, (args, kwargs))
+            replicated.add(id(metric))
+    elif len(leaves) == 1:
+        # A batch mean, such as the loss in a user's own train_step. (With a weight beside it,
+        # which is the number of rows, the replicas' sums add up.)
+        args, kwargs = keras.tree.map_structure(
+            lambda leaf: None if leaf is None else mean(replica, leaf), (args, kwargs)
+        )
+        replicated.add(id(metric))
+    return plain(*args, **kwargs)
+
+
+def apply_gradients(
+    replica: Replica,
+    optimizer: Any,
+    plain: Callable[..., Any],
+    grads: Sequence[Any],
+    trainable_variables: Any = None,
+) -> Any:
+    variables = trainable_variables
+    variables = optimizer._trainable_variables if variables is None else list(variables)
+    weighted = replica.state.weighted_optimizers
+    weight = 1.0 if id(optimizer) in weighted else replica.share
+    weighted.discard(id(optimizer))
+    reduced = replica.reduce_gradients(list(grads), variables, weight)
+    return plain(reduced, trainable_variables)
+
+
+def scale_loss(replica: Replica, optimizer: Any, plain: Callable[..., Any], loss: Any) -> Any:
+    # Weighted here and not later where there is a choice: gradients then are as large as on
+    # one device all the way, and in half precision overflow where they do there.
+    replica.state.weighted_optimizers.add(id(optimizer))
+    return plain(loss) * ops.cast(replica.share, loss.dtype)
+
+
+def start_metrics(metrics: Iterable[Any], state: StepState) -> None:
+    """Set metrics to zero, so that what a step adds can be told apart and loses no digits."""
+    state.metric_variables = [(v, metric) for metric in metrics for v in metric.variables]
+    state.values_before = [ops.copy(v.value) for v, _ in state.metric_variables]
+    state.is_reduced = False
+    for variable, metric in state.metric_variables:
+        if is_sum_of_samples(metric):
+            variable.assign(ops.zeros_like(variable.value))
+
+
+def reduce_metrics(replica: Replica) -> None:
+    """Replace what this replica's rows added to the metrics by what all rows add."""
+    state = replica.state
+    if state.is_reduced:
+        return
+    state.is_reduced = True
+    own, before = [], []
+    for (variable, metric), value in zip(state.metric_variables, state.values_before, strict=True):
+        if not is_sum_of_samples(metric):
+            continue
+        if id(metric) in state.replicated_metrics:
+            variable.assign(value + variable.value)
+        else:
+            own.append(variable)
+            before.append(value)
+    added = replica.total([variable.value for variable in own])
+    for variable, value, total in zip(own, before, added, strict=True):
+        share = ops.cast(total, "float32") * replica.metric_factor
+        is_float = keras_backend.is_float_dtype(variable.dtype)
+        share = share if is_float else ops.round(share)
+        variable.assign(value + ops.cast(share, variable.dtype))
+
+
+def gather(replica: Replica, structure: Any) -> Any:
+    """A structure with the rows of all replicas in place of this one's, masks included."""
+
+    def gather_leaf(leaf: Any) -> Any:
+        if leaf is None or not _rank(leaf):
+            return leaf
+        known = replica.state.gathered.get(id(leaf))
+        if known is not None:
+            return known[1]
+        gathered = replica.gather_rows(leaf)
+        mask = keras_backend.get_keras_mask(leaf)
+        if mask is not None:
+            keras_backend.set_keras_mask(gathered, replica.gather_rows(mask))
+        # The leaf is kept alive beside it: an id is only unique among living objects.
+        replica.state.gathered[id(leaf)] = (leaf, gathered)
+        return gathered
+
+    return keras.tree.map_structure(gather_leaf, structure)
+
+
+def mean(replica: Replica, value: Any) -> Any:
+    value = ops.convert_to_tensor(value)
+    if not keras_backend.is_float_dtype(keras_backend.standardize_dtype(value.dtype)):
+        return value
+    total: Any = replica.total([value * ops.cast(replica.share, value.dtype)])[0]
+    return total
+
+
+def _rank(leaf: Any) -> int:
+    return len(getattr(leaf, "shape", ()))
