@@ -4,11 +4,14 @@ from unisono.errors import (
     DeviceError,
     ModelError,
     StartedError,
+    StrategyError,
     UnisonoError,
     WorkerError,
 )
 from unisono.parallel import parallel, release
 from unisono.reserve import reserve as _reserve
+from unisono.spawn import spawn
+from unisono.strategy import Strategy, compute_average_loss, scale_regularization_loss
 
 __version__ = "0.1.0"
 
@@ -18,8 +21,13 @@ __all__ = [
     "DeviceError",
     "ModelError",
     "StartedError",
+    "Strategy",
+    "StrategyError",
     "UnisonoError",
     "WorkerError",
+    "compute_average_loss",
     "parallel",
     "release",
+    "scale_regularization_loss",
+    "spawn",
 ]

@@ -74,6 +74,11 @@ def release(model: "keras.Model") -> "keras.Model":
     return model
 
 
+def is_parallel(model: Any) -> bool:
+    """Whether a model trains on replicas."""
+    return _ADOPTED in vars(model)
+
+
 def count_gpus() -> int:
     """How many GPUs the chosen Keras backend sees here; simulated ones count."""
     import keras

@@ -217,13 +217,13 @@ TABLE = [
     # -- Keras, on every backend ---------------------------------------------------------------
     Name(
         "_flatten_layers",
-        "batch_norm, replication, torch_engine",
+        "batch_norm, parts, torch_engine",
         "to find the layers of nested models",
         lambda model: norm_of(model) is model.layers[0].layers[1],
     ),
     Name(
         "_non_trainable_variables",
-        "replication",
+        "parts",
         "to average the state of a user's own layer, without that of the layers inside",
         lambda model: (
             len(norm_of(model)._non_trainable_variables) == 2
@@ -262,7 +262,7 @@ TABLE = [
     ),
     Name(
         "_flat_losses",
-        "replication",
+        "parts",
         "to tell plain means of samples from other losses",
         lambda model: (
             [flat.loss.fn.__name__ for flat in model._compile_loss._flat_losses]
@@ -271,7 +271,7 @@ TABLE = [
     ),
     Name(
         "_fn_kwargs",
-        "replication",
+        "parts",
         "to see arguments of a loss that make it no plain mean of samples",
         lambda model: (
             keras.losses.SparseCategoricalCrossentropy(ignore_class=2)._fn_kwargs["ignore_class"]
@@ -280,13 +280,13 @@ TABLE = [
     ),
     Name(
         "keras.src.losses.losses:LossFunctionWrapper",
-        "replication",
+        "parts",
         "to tell Keras' own losses from a user's class",
         has_signature("keras.src.losses.losses:LossFunctionWrapper.call", "y_true", "y_pred"),
     ),
     Name(
         "keras.src.losses:losses",
-        "replication",
+        "parts",
         "as the functions behind Keras' own losses",
         lambda model: (
             keras.losses.MeanSquaredError().fn
@@ -295,13 +295,13 @@ TABLE = [
     ),
     Name(
         "_compile_metrics",
-        "replication, torch_engine",
+        "parts, torch_engine",
         "to find the metrics that hold state",
         lambda model: [metric.name for metric in model._compile_metrics.metrics] == ["mae"],
     ),
     Name(
         "keras.src.trainers.compile_utils:CompileMetrics",
-        "replication",
+        "parts",
         "to take the metrics out of their container",
         lambda model: isinstance(
             model._compile_metrics, lookup("keras.src.trainers.compile_utils:CompileMetrics")
@@ -309,32 +309,32 @@ TABLE = [
     ),
     Name(
         "_loss_tracker",
-        "replication",
+        "parts",
         "to count the loss over all rows",
         lambda model: isinstance(model._loss_tracker, keras.metrics.Mean),
     ),
     Name(
         "_fn",
-        "replication",
+        "parts",
         "to tell metrics of Keras' own functions from those of a user's",
         lambda model: keras.metrics.MeanSquaredError()._fn.__module__.startswith("keras."),
     ),
     Name(
         "get_metrics_result",
-        "replication",
+        "parts",
         "to add the metrics up before they are read",
         is_read_from_instance("get_metrics_result"),
         ("tensorflow", "torch"),
     ),
     Name(
         "apply",
-        "replication",
+        "parts",
         "to add gradients up before anything else is done to them",
         has_signature("keras.optimizers:Optimizer.apply", "grads", "trainable_variables"),
     ),
     Name(
         "_trainable_variables",
-        "replication, torch_carry",
+        "step, torch_carry",
         "as the variables that an optimizer was built for",
         lambda model: (
             list(map(id, model.optimizer._trainable_variables))
@@ -343,37 +343,37 @@ TABLE = [
     ),
     Name(
         "_trainable_variables_indices",
-        "replication, torch_carry",
+        "parts, torch_carry",
         "to bring an optimizer's index up to date when variables get other keys",
         knows_indices_by_key,
     ),
     Name(
         "_var_key",
-        "tensorflow_engine, tensorflow_strategy, torch_carry",
+        "tensorflow_engine, torch_carry",
         "as the key under which an optimizer knows a variable",
         has_signature("keras.optimizers:Optimizer._var_key", "variable"),
     ),
     Name(
         "_exclude_from_weight_decay",
-        "replication",
+        "parts",
         "to keep variables excluded when they get other keys",
         excludes_by_key,
     ),
     Name(
         "_exclude_from_weight_decay_cache",
-        "replication",
+        "parts",
         "to forget answers that were given for other keys",
         excludes_by_key,
     ),
     Name(
         "_var_to_optimizer_idx",
-        "replication",
+        "parts",
         "to keep variables with their optimizer when they get other keys",
         routes_by_key,
     ),
     Name(
         "keras.src:backend",
-        "replication",
+        "parts, step",
         "for masks and data types",
         lambda model: (
             takes(lookup("keras.src.backend:get_keras_mask"), "x")
@@ -383,7 +383,7 @@ TABLE = [
     ),
     Name(
         "seed_generator_state",
-        "replication",
+        "parts",
         "to find the state of random layers, to give each replica a stream of its own",
         lambda model: (
             [v.name for v in model.layers[1].non_trainable_variables] == ["seed_generator_state"]
@@ -481,7 +481,7 @@ TABLE = [
     # -- TensorFlow ----------------------------------------------------------------------------
     Name(
         "keras.src.backend.tensorflow.optimizer:TFOptimizer",
-        "tensorflow_engine",
+        "tensorflow_optimizer",
         "to know which parts of an optimizer reduce by themselves",
         lambda model: isinstance(
             model.optimizer, lookup("keras.src.backend.tensorflow.optimizer:TFOptimizer")
@@ -490,7 +490,7 @@ TABLE = [
     ),
     Name(
         "keras.src.optimizers.base_optimizer:BaseOptimizer",
-        "tensorflow_engine",
+        "tensorflow_optimizer",
         "for the parts of an optimizer as they are without a strategy",
         lambda model: isinstance(
             model.optimizer, lookup("keras.src.optimizers.base_optimizer:BaseOptimizer")
@@ -514,7 +514,7 @@ TABLE = [
     ),
     Name(
         "keras.src.optimizers.loss_scale_optimizer:LossScaleOptimizer",
-        "tensorflow_engine",
+        "tensorflow_optimizer",
         "to reach the optimizer inside",
         lambda model: (
             lookup("keras.src.optimizers.loss_scale_optimizer:LossScaleOptimizer")
@@ -572,7 +572,7 @@ TABLE = [
     ),
     Name(
         "_collective_key_base",
-        "tensorflow_engine",
+        "tensorflow_strategy",
         "to keep the collectives of two strategies apart",
         keys_collectives,
         TF,
@@ -600,7 +600,7 @@ TABLE = [
     ),
     Name(
         "tensorflow.python.distribute.distribute_lib:get_update_replica_id",
-        "tensorflow_engine",
+        "tensorflow_strategy",
         "to see whether a plain model's optimizer writes a mirrored variable",
         lambda model: (
             lookup("tensorflow.python.distribute.distribute_lib:get_update_replica_id")() is None

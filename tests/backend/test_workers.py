@@ -164,9 +164,9 @@ class OfTwo(Exception):
 
 
 def test_an_exception_that_cannot_be_sent_is_told_by_its_traceback():
-    from unisono.engines.torch_team import _worker_error
+    from unisono.engines.torch_team import worker_error
 
-    error = _worker_error(2, pickle.dumps(OfTwo("one", "another")), "OfTwo: one and another")
+    error = worker_error(2, pickle.dumps(OfTwo("one", "another")), "OfTwo: one and another")
     assert isinstance(error, unisono.WorkerError)
     text = "".join(traceback.format_exception(error))
     assert "Replica 2 failed" in text

@@ -6,6 +6,7 @@ has behaviour, so that three backends as different as GSPMD in one process, mirr
 one process and a process per replica all fit behind it.
 """
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from unisono.devices import Placement
@@ -21,6 +22,50 @@ class Adopted(Protocol):
         """Give the model back to plain Keras, with its present values."""
 
 
+class OwnLoop(Protocol):
+    """What a user's own training loop needs of a backend.
+
+    A step may see one replica's rows (TensorFlow, torch) or the global batch (JAX).
+    """
+
+    num_replicas: int
+    is_one_of_many: bool
+    """Whether this process is one replica, with others in processes of their own."""
+
+    def begin_epoch(self) -> None:
+        """A distributed data set is about to be iterated."""
+
+    def split(self, batch: Any, num_rows: int) -> Any:
+        """A global batch as `run` takes it: every replica gets its rows."""
+
+    def end_epoch(self) -> None:
+        """A distributed data set has ended."""
+
+    def run(self, step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run a step on every replica."""
+
+    def reduce(self, how: str, value: Any, axis: int | None) -> Any:
+        """The "sum" or "mean" over replicas of what `run` returned, and over an axis."""
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """What `run` returned on all replicas, joined along an axis."""
+
+    def local_results(self, value: Any) -> tuple[Any, ...]:
+        """What `run` returned on each replica of this process."""
+
+    def replicate(self, state: Any) -> Any:
+        """State of a step, given to every replica."""
+
+    def num_rows(self) -> Any:
+        """Rows of the global batch whose step is running, or None outside one."""
+
+    def part_of_sum(self, value: Any) -> Any:
+        """Mark a loss that replicas have parts of: sums over replicas give it."""
+
+    def num_parts(self) -> int:
+        """How many replicas compute a part each of what a step adds up."""
+
+
 class Engine(Protocol):
     """One backend's way of running replicas."""
 
@@ -34,3 +79,15 @@ class Engine(Protocol):
 
     def adopt(self, model: Any, placement: Placement, *, sync_batch_norm: bool) -> Adopted:
         """Spread a model over the replicas of a placement, in place."""
+
+    def own_loop(self, placement: Placement) -> OwnLoop:
+        """What a user's own training loop runs by."""
+
+    def spawn(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        placement: Placement,
+    ) -> list[Any]:
+        """Run a function in one process per replica; what each returned."""

@@ -32,7 +32,8 @@ def synchronize_moments(layer: Any, current: Callable[[], Any]) -> None:
         replica = current()
         if replica is None:
             return _local_moments(layer, inputs, mask)
-        own = ops.stack(_own_statistics(inputs, mask, layer._reduction_axes))
+        weights = _weights(inputs, mask, may_be_empty=replica.may_be_empty)
+        own = ops.stack(_own_statistics(inputs, weights, layer._reduction_axes))
         every = replica.stack(own)
         counts, means, distances = every[:, 0], every[:, 1], every[:, 2]
         total = ops.sum(counts, axis=0)
@@ -64,15 +65,21 @@ def _local_moments(layer: Any, inputs: Any, mask: Any) -> tuple[Any, Any]:
     return mean, variance
 
 
-def _own_statistics(inputs: Any, mask: Any, axes: list[int]) -> tuple[Any, Any, Any]:
+def _weights(inputs: Any, mask: Any, *, may_be_empty: bool) -> Any:
+    """How much each entry of the inputs counts, or None where each counts as one."""
+    if mask is not None:
+        weights = ops.broadcast_to(ops.expand_dims(mask, axis=-1), ops.shape(inputs))
+        return ops.cast(weights, inputs.dtype)
+    return ops.ones_like(inputs) if may_be_empty else None
+
+
+def _own_statistics(inputs: Any, weights: Any, axes: list[int]) -> tuple[Any, Any, Any]:
     """Count, mean and summed squared distances from the mean, each with one entry a channel."""
-    if mask is None:
+    if weights is None:
         mean, variance = ops.moments(inputs, axes=axes)
         sizes = [ops.shape(inputs)[axis] for axis in axes]
         count = ops.cast(ops.prod(ops.convert_to_tensor(sizes, dtype="int32")), inputs.dtype)
         return count * ops.ones_like(mean), mean, count * variance
-    weights = ops.broadcast_to(ops.expand_dims(mask, axis=-1), ops.shape(inputs))
-    weights = ops.cast(weights, inputs.dtype)
     count = ops.sum(weights, axis=axes, keepdims=True)
     mean = ops.sum(inputs * weights, axis=axes, keepdims=True) / ops.maximum(count, 1.0)
     distances = ops.sum(weights * ops.square(inputs - mean), axis=axes)

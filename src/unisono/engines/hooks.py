@@ -7,7 +7,7 @@ of which intercept attribute assignment, from recording a function as part of th
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 
 def bind(target: Any, name: str, function: Callable[..., Any]) -> None:
@@ -19,6 +19,7 @@ class _Hook:
     """A function of ours on somebody else's object, recognizable when the object is carried."""
 
     is_unisono_hook = True
+    autograph_info__: ClassVar[dict[str, Any]] = {}  # Tells TensorFlow not to rewrite its source.
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function

@@ -9,23 +9,23 @@ computes all of it, which is exact as well.
 import gc
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.extend.backend
 import keras
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from unisono.devices import Placement
 from unisono.engines.batch_norm import batch_norms, group_statistics, ungroup_statistics
 from unisono.engines.hooks import bind, original, unbind
 from unisono.engines.interrupts import interrupts_held_back
+from unisono.engines.jax_loop import JaxLoop
+from unisono.engines.jax_mesh import ReplicaMesh
 from unisono.engines.parts import optimizers_of
-from unisono.errors import StartedError
+from unisono.errors import StartedError, StrategyError
 
-_AXIS = "replica"
 _STEPS = ("train_step", "test_step")
 _MAKERS = ("make_train_function", "make_test_function", "make_predict_function")
 _STATE = ("_make_function", "_get_jax_state", "jax_state_sync")
@@ -60,6 +60,21 @@ class JaxEngine:
         self, model: keras.Model, placement: Placement, *, sync_batch_norm: bool
     ) -> "JaxReplicas":
         return JaxReplicas(model, placement, sync_batch_norm=sync_batch_norm)
+
+    def own_loop(self, placement: Placement) -> JaxLoop:
+        return JaxLoop(placement)
+
+    def spawn(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        placement: Placement,
+    ) -> list[Any]:
+        raise StrategyError(
+            "Asked to spawn processes on JAX, where one process drives all devices. Call the "
+            "function itself; its Strategy uses every replica."
+        )
 
 
 class JaxReplicas:
@@ -103,10 +118,7 @@ class JaxReplicas:
         self.rebuild_functions()
 
     def _use_mesh(self) -> None:
-        every = jax.devices() if self.placement.kind == "gpu" else jax.devices("cpu")
-        mesh = Mesh(np.array([every[i] for i in self.placement.indices]), (_AXIS,))
-        self._replicated = NamedSharding(mesh, PartitionSpec())
-        self._split = NamedSharding(mesh, PartitionSpec(_AXIS))
+        self._mesh = ReplicaMesh(self.placement)
 
     def _own_variables(self) -> list[Any]:
         variables = list(self._model.variables)
@@ -121,7 +133,7 @@ class JaxReplicas:
         def step(state: Any, data: Any) -> Any:
             logs, state = original(self._model, name)(state, data)
             # Left to itself the compiler may return a state split over the devices.
-            return logs, jax.lax.with_sharding_constraint(state, self._replicated)
+            return logs, jax.lax.with_sharding_constraint(state, self._mesh.replicated)
 
         return step
 
@@ -150,7 +162,7 @@ class JaxReplicas:
                 self._list_variables(_PARTS[len(state)])
             # The variables, not `state`, are the truth: a callback may have written to a layer.
             # They are written at each step, as this one frees the values that they had before.
-            before, data = self._state_of_variables(), self._place(data)
+            before, data = self._state_of_variables(), self._mesh.place(data)
             with interrupts_held_back():
                 outputs, state = step(before, data)
                 self._publish(state)
@@ -185,7 +197,7 @@ class JaxReplicas:
             for i, variable in enumerate(variables):
                 if variable._value is not published[i]:
                     published[i] = variable._value = jax.device_put(
-                        variable._value, self._replicated
+                        variable._value, self._mesh.replicated
                     )
         return tuple(list(published) for published in self._published)
 
@@ -194,20 +206,6 @@ class JaxReplicas:
         for variables, values in zip(self._variables, self._published, strict=True):
             for variable, value in zip(variables, values, strict=True):
                 variable._value = value
-
-    def _place(self, batch: Any) -> Any:
-        leaves = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
-        num_rows = next((leaf.shape[0] for leaf in leaves if len(leaf.shape)), 0)
-        is_even = num_rows % self.placement.num_replicas == 0
-
-        def put(leaf: Any) -> Any:
-            if leaf is None:
-                return None
-            is_split = is_even and isinstance(leaf, (np.ndarray, jax.Array))
-            is_split = is_split and leaf.ndim > 0 and leaf.shape[0] == num_rows
-            return jax.device_put(leaf, self._split if is_split else self._replicated)
-
-        return keras.tree.map_structure(put, batch)
 
 
 def _ensure_cpu_devices(count: int) -> None:

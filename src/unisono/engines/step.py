@@ -33,6 +33,16 @@ class StepState:
     weighted_optimizers: set[int] = field(default_factory=set)
     """Ids of optimizers whose loss has been weighted by share already, in `scale_loss`."""
     gathered: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    adds_up: bool = False
+    """Whether losses are parts of a sum over replicas, as `compute_average_loss` makes them."""
+    parts_of_sums: dict[int, Any] = field(default_factory=dict)
+    """Such losses by id, kept alive."""
+    has_trained: bool = False
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether what is minimized now has been weighted by the share of rows already."""
+        return self.adds_up or bool(self.weighted_optimizers)
 
 
 class Replica(Protocol):
@@ -43,6 +53,8 @@ class Replica(Protocol):
     """Rows of this replica divided by the rows of the global batch."""
     metric_factor: Any
     """1, or 1 / replicas where the batch runs whole on each replica."""
+    may_be_empty: bool
+    """Whether a replica can be without rows."""
 
     def after_data(self) -> AbstractContextManager[Any]:
         """What is done inside waits for the batch, and is not done where the data has ended."""
@@ -82,8 +94,9 @@ def update_metric(
     elif len(leaves) == 1:
         # A batch mean, such as the loss in a user's own train_step. (With a weight beside it,
         # which is the number of rows, the replicas' sums add up.)
+        join = _sum_of_parts if id(leaves[0]) in replica.state.parts_of_sums else mean
         args, kwargs = keras.tree.map_structure(
-            lambda leaf: None if leaf is None else mean(replica, leaf), (args, kwargs)
+            lambda leaf: None if leaf is None else join(replica, leaf), (args, kwargs)
         )
         replicated.add(id(metric))
     return plain(*args, **kwargs)
@@ -99,13 +112,17 @@ def apply_gradients(
     variables = trainable_variables
     variables = optimizer._trainable_variables if variables is None else list(variables)
     weighted = replica.state.weighted_optimizers
-    weight = 1.0 if id(optimizer) in weighted else replica.share
+    is_weighted = replica.state.adds_up or id(optimizer) in weighted
+    weight = 1.0 if is_weighted else replica.share
+    replica.state.has_trained = True
     weighted.discard(id(optimizer))
     reduced = replica.reduce_gradients(list(grads), variables, weight)
     return plain(reduced, trainable_variables)
 
 
 def scale_loss(replica: Replica, optimizer: Any, plain: Callable[..., Any], loss: Any) -> Any:
+    if replica.state.adds_up:
+        return plain(loss)
     # Weighted here and not later where there is a choice: gradients then are as large as on
     # one device all the way, and in half precision overflow where they do there.
     replica.state.weighted_optimizers.add(id(optimizer))
@@ -171,6 +188,10 @@ def mean(replica: Replica, value: Any) -> Any:
         return value
     total: Any = replica.total([value * ops.cast(replica.share, value.dtype)])[0]
     return total
+
+
+def _sum_of_parts(replica: Replica, value: Any) -> Any:
+    return replica.total([value])[0]
 
 
 def _rank(leaf: Any) -> int:

@@ -7,20 +7,18 @@ global batch itself. Only the replica context's all_reduce and all_gather are us
 code runs under a multi-worker strategy.
 """
 
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
-from tensorflow.python.distribute.values import MirroredVariable
 
 from unisono.devices import Placement
 from unisono.engines.hooks import bind, original, unbind
-from unisono.engines.parts import optimizers_of, rename_variables, seed_states, with_inner
+from unisono.engines.parts import optimizers_of, seed_states, with_inner
 from unisono.engines.replication import Replication
-from unisono.engines.step import SEED_STRIDE
+from unisono.engines.tensorflow_loop import TensorFlowLoop
 from unisono.engines.tensorflow_optimizer import leave_replica, stay_in_replica
 from unisono.engines.tensorflow_replica import (
     TensorFlowReplica,
@@ -28,8 +26,15 @@ from unisono.engines.tensorflow_replica import (
     num_rows,
     running,
 )
-from unisono.engines.tensorflow_strategy import mirrored_copy, plain_copy, strategy_of
-from unisono.errors import StartedError
+from unisono.engines.tensorflow_strategy import strategy_of
+from unisono.engines.tensorflow_variables import (
+    forget_functions,
+    mirrored,
+    plain,
+    replace_values,
+    spread_seed,
+)
+from unisono.errors import StartedError, StrategyError
 
 _STEPS = ("train_step", "test_step")
 _HOOKS = (*_STEPS, "predict_step", "make_predict_function", "_maybe_symbolic_build")
@@ -60,6 +65,21 @@ class TensorFlowEngine:
         if placement.num_replicas == 1 and placement.indices == (0,):
             return SingleReplica(placement, sync_batch_norm)
         return TensorFlowReplicas(model, placement, sync_batch_norm=sync_batch_norm)
+
+    def own_loop(self, placement: Placement) -> TensorFlowLoop:
+        return TensorFlowLoop(placement)
+
+    def spawn(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        placement: Placement,
+    ) -> list[Any]:
+        raise StrategyError(
+            "Asked to spawn processes on TensorFlow, where one process drives all devices. Call "
+            "the function itself; its Strategy uses every replica."
+        )
 
 
 class SingleReplica:
@@ -97,7 +117,7 @@ class TensorFlowReplicas:
         bind(model, "predict_step", self._predict_step)
         bind(model, "make_predict_function", self._make_predict_function)
         bind(model, "_maybe_symbolic_build", self._build)
-        _forget_functions(self._model)
+        forget_functions(self._model)
         self._mirror()
 
     def release(self) -> None:
@@ -105,9 +125,9 @@ class TensorFlowReplicas:
         unbind(self._model, *_HOOKS)
         for optimizer in with_inner(optimizers_of(self._model)):
             leave_replica(optimizer)
-        self._replace_variables(lambda variable: plain_copy(variable._value, variable.name))
+        self._replace_variables(plain)
         self._model._jit_compile = self._own_jit_compile
-        _forget_functions(self._model)
+        forget_functions(self._model)
 
     # -- adopting ------------------------------------------------------------------------------
 
@@ -141,9 +161,9 @@ class TensorFlowReplicas:
         for optimizer in with_inner(optimizers_of(self._model)):
             stay_in_replica(optimizer)
         with tf.init_scope():
-            self._replace_variables(self._mirrored_copy)
+            self._replace_variables(lambda v: mirrored(v, self._strategy))
             for state in seed_states(self._model):
-                self._spread_seed(state)
+                spread_seed(state)
 
     def _replace_variables(self, copy: Callable[[Any], Any]) -> None:
         """Give every variable a new tf.Variable, and optimizers the keys that go with them."""
@@ -153,36 +173,7 @@ class TensorFlowReplicas:
         variables += model.metrics_variables if model.compiled else []
         for optimizer in with_inner(optimizers_of(model)):
             variables += optimizer.variables
-        variables = [v for v in variables if v._value is not None]
-        copies = [copy(variable) for variable in variables]
-        pairs = zip(variables, copies, strict=True)
-        changed = {id(v): (v, new) for v, new in pairs if v._value is not new}
-        if not changed:
-            return
-        has_moved = any(isinstance(v._value, MirroredVariable) for v, _ in changed.values())
-        models = [model, *_other_models_with(changed, model)]
-        optimizers = [o for one in models for o in with_inner(optimizers_of(one))]
-        keys = [{id(v): o._var_key(v) for v, _ in changed.values()} for o in optimizers]
-        for variable, new in changed.values():
-            variable._value = new
-        for optimizer, before in zip(optimizers, keys, strict=True):
-            renamed = {before[id(v)]: optimizer._var_key(v) for v, _ in changed.values()}
-            rename_variables(optimizer, renamed)
-        for one in models if has_moved else models[1:]:
-            _forget_functions(one)
-
-    def _mirrored_copy(self, variable: Any) -> Any:
-        value = variable._value
-        if isinstance(value, MirroredVariable) and value.distribute_strategy is self._strategy:
-            return value
-        return mirrored_copy(value, self._strategy, variable.name)
-
-    def _spread_seed(self, state: Any) -> None:
-        """Replicas other than the first draw from streams of their own."""
-        values = state._value.values
-        first = values[0].numpy()
-        for replica, value in enumerate(values[1:], start=1):
-            value.assign([first[0] + replica * SEED_STRIDE, first[1]])
+        replace_values(variables, copy, owner=model)
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -251,21 +242,6 @@ def _without_none(spec: Any) -> Any:
     return keras.tree.map_structure(
         lambda leaf: None if isinstance(leaf, tf.NoneTensorSpec) else leaf, spec
     )
-
-
-def _forget_functions(model: keras.Model) -> None:
-    """Have a model trace its steps again: those of before hold on to other variables."""
-    model.train_function = None
-    model.test_function = None
-    model.predict_function = None
-
-
-def _other_models_with(variables: dict[int, Any], model: keras.Model) -> Iterator[keras.Model]:
-    """Models that share one of these variables. There is no register of models."""
-    for other in gc.get_objects():
-        is_model = issubclass(type(other), keras.Model) and other is not model
-        if is_model and any(id(variable) in variables for variable in other.variables):
-            yield other
 
 
 def _remedy(found: int, count: int) -> str:

@@ -32,18 +32,22 @@ def running(replica: "TensorFlowReplica") -> Iterator["TensorFlowReplica"]:
 class TensorFlowReplica:
     """See step.Replica."""
 
-    def __init__(self, data: Any, num_rows: Any, num_replicas: int) -> None:
-        self.state = StepState()
+    def __init__(
+        self, data: Any, num_rows: Any, num_replicas: int, *, is_own_loop: bool = False
+    ) -> None:
+        self.state = StepState(adds_up=is_own_loop)
+        self.is_own_loop = self.may_be_empty = is_own_loop
         self._data = [
             leaf for leaf in tf.nest.flatten(data, expand_composites=True) if leaf is not None
         ]
         self._context = tf.distribute.get_replica_context()
         self._index = self._context.replica_id_in_sync_group
-        self._num_rows = num_rows
+        self.num_rows = num_rows
         self._num_replicas = num_replicas
         start, stop = share_bounds(num_rows, num_replicas, self._index)
-        # A batch smaller than the replicas runs whole on each.
-        is_whole = num_rows < num_replicas
+        # A batch smaller than the replicas runs whole on each, but in a user's own loop, which
+        # adds up what replicas return: there some have no rows.
+        is_whole = tf.logical_and(num_rows < num_replicas, not is_own_loop)
         self._start = tf.where(is_whole, 0, start)
         self._stop = tf.where(is_whole, num_rows, stop)
         rows = tf.cast(self._stop - self._start, tf.float32)
@@ -92,7 +96,7 @@ class TensorFlowReplica:
             every = self._context.all_gather(x[tf.newaxis], axis=0)
 
             def gradient(upstream: Any) -> Any:
-                if self.state.weighted_optimizers:
+                if self.state.is_weighted:
                     return self.total([upstream])[0][self._index]
                 share = tf.cast(self.share, upstream.dtype)
                 return self.total([upstream * share])[0][self._index] / share

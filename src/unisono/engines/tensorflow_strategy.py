@@ -1,10 +1,6 @@
-"""The strategies of tf.distribute that replicas run under, and their variables."""
-
-from typing import Any
+"""The strategies of tf.distribute that replicas run under."""
 
 import tensorflow as tf
-from tensorflow.python.distribute.distribute_lib import get_update_replica_id
-from tensorflow.python.distribute.values import MirroredVariable
 
 from unisono.devices import Placement
 from unisono.engines.tensorflow_replica import current_replica
@@ -25,7 +21,9 @@ class MirroredStrategy(tf.distribute.MirroredStrategy):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        return 1 if current_replica() is not None else super().num_replicas_in_sync
+        replica = current_replica()
+        is_trainers_step = replica is not None and not replica.is_own_loop
+        return 1 if is_trainers_step else super().num_replicas_in_sync
 
 
 def strategy_of(placement: Placement) -> tf.distribute.Strategy:
@@ -33,51 +31,3 @@ def strategy_of(placement: Placement) -> tf.distribute.Strategy:
     if placement not in _strategies:
         _strategies[placement] = MirroredStrategy(placement)
     return _strategies[placement]
-
-
-class PlainLookingVariable(MirroredVariable):
-    """A mirrored variable that can be used where a plain tf.Variable can.
-
-    Callbacks say `float(model.optimizer.learning_rate)`, and a plain model may share layers.
-    """
-
-    def __int__(self) -> int:
-        return int(self.numpy())
-
-    def __float__(self) -> float:
-        return float(self.numpy())
-
-    def _update(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
-        if get_update_replica_id() is None or isinstance(get_update_replica_id(), int):
-            return super()._update(update_fn, value, **kwargs)
-        # The optimizer of a plain model, which trains this variable too: all copies follow.
-        with self.distribute_strategy.scope():
-            return self._update_cross_replica(update_fn, value, **kwargs)
-
-    def __complex__(self) -> complex:
-        return complex(self.numpy())
-
-    def __bool__(self) -> bool:
-        return bool(self.numpy())
-
-
-def mirrored_copy(value: Any, strategy: tf.distribute.Strategy, name: str) -> PlainLookingVariable:
-    """A variable with a copy on each replica, which writes its own; from a plain one's value."""
-    initial = value.numpy()  # Read out here: it may belong to the scope of another strategy.
-    with strategy.scope():
-        mirrored = tf.Variable(
-            initial,
-            dtype=value.dtype,
-            # Not the Keras variable's: a layer that is frozen now may be thawed later, and
-            # TensorFlow's own flag says for good whether a gradient can be taken.
-            trainable=value.trainable,
-            name=name,
-            aggregation=tf.VariableAggregation.NONE,
-            synchronization=tf.VariableSynchronization.ON_WRITE,
-        )
-    mirrored.__class__ = PlainLookingVariable
-    return mirrored  # type: ignore[no-any-return]
-
-
-def plain_copy(value: Any, name: str) -> tf.Variable:
-    return tf.Variable(value.numpy(), dtype=value.dtype, trainable=value.trainable, name=name)

@@ -8,7 +8,7 @@ since the last step (a callback, a batch too small to split) is sent before the 
 
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -20,8 +20,11 @@ from unisono.engines.parts import optimizers_of
 from unisono.engines.replication import Replication
 from unisono.engines.torch_carry import carried_variables, pack
 from unisono.engines.torch_group import Group, TorchReplica, own_rows
+from unisono.engines.torch_loop import TorchLoop, world
 from unisono.engines.torch_replica import current_replica, run_step
+from unisono.engines.torch_spawn import spawn
 from unisono.engines.torch_team import Team, is_split, threads_per_replica
+from unisono.errors import StrategyError
 from unisono.launch.workers import Workers
 
 _STEPS = ("train_step", "test_step", "predict_step")
@@ -43,9 +46,32 @@ class TorchEngine:
     def adopt(
         self, model: keras.Model, placement: Placement, *, sync_batch_norm: bool
     ) -> "SingleReplica | TorchReplicas":
+        if world() is not None:
+            raise StrategyError(
+                "Asked to put a model on replicas in a process that unisono.spawn started, which "
+                "is one replica itself. Train it with an own loop here, or call fit in the "
+                "program that started it."
+            )
         if placement.num_replicas == 1:
             return SingleReplica(model, placement, sync_batch_norm)
         return TorchReplicas(model, placement, sync_batch_norm=sync_batch_norm)
+
+    def own_loop(self, placement: Placement) -> TorchLoop:
+        return TorchLoop(placement)
+
+    def spawn(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        placement: Placement,
+    ) -> list[Any]:
+        if world() is not None:
+            raise StrategyError(
+                "Asked to spawn processes in a process that unisono.spawn started. Spawn them "
+                "from the program that started it."
+            )
+        return spawn(function, args, kwargs, placement)
 
 
 class SingleReplica:

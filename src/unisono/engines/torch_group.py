@@ -64,6 +64,12 @@ class Group:
         self._wait(lambda: self._group.allgather([parts], [own_bytes]))
         return [part.view(own.dtype).view(own.shape) for part in parts]
 
+    def concatenate(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
+        """The tensors of all replicas joined along an axis, on which they may differ in length."""
+        rows = tensor.detach().movedim(axis, 0)
+        sizes = self.gather(torch.tensor([len(rows)], device=self.device))
+        return torch.cat(self.gather_rows(rows, [int(n) for n in sizes])).movedim(0, axis)
+
     def gather_rows(self, tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
         """The rows of every replica; replica r has sizes[r] of them."""
         most = max(sizes)
@@ -92,19 +98,23 @@ class Group:
 class TorchReplica:
     """One replica in the middle of a step; see step.Replica."""
 
-    metric_factor = 1.0
+    may_be_empty = False
 
-    def __init__(self, group: Group, num_rows: int) -> None:
+    def __init__(self, group: Group, num_rows: int, *, is_whole: bool = False) -> None:
+        """`is_whole`: a batch smaller than the replicas, which runs whole on each."""
         self.state = StepState()
         self.group = group
+        self.num_rows = num_rows
+        self._is_whole = is_whole
         self._sizes = share_sizes(num_rows, group.size)
-        self.share = self._sizes[group.rank] / num_rows
+        self.share = 1.0 / group.size if is_whole else self._sizes[group.rank] / num_rows
+        self.metric_factor = 1.0 / group.size if is_whole else 1.0
 
     def after_data(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def gather_rows(self, x: torch.Tensor) -> torch.Tensor:
-        if len(x) != self._sizes[self.group.rank]:
+        if self._is_whole or len(x) != self._sizes[self.group.rank]:
             return x  # Not one row a sample, so there is nothing to put in order.
         parts = self.group.gather_rows(x, self._sizes)
         parts[self.group.rank] = x  # The one part that gradients flow into.
@@ -154,7 +164,7 @@ class _Stack(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor, None]:
         replica = ctx.replica
-        share = 1.0 if replica.state.weighted_optimizers else replica.share
+        share = 1.0 if replica.state.is_weighted else replica.share
         (total,) = replica.group.add_up([upstream[0] * share])
         return total[replica.group.rank] / share, None
 

@@ -22,19 +22,24 @@ def current_replica() -> TorchReplica | None:
     return _current
 
 
+def begin(replica: TorchReplica | None) -> None:
+    """Make a replica the current one of this process; None when its step has ended."""
+    global _current
+    _current = replica
+
+
 def run_step(
     model: keras.Model, replication: Replication, name: str, data: Any, replica: TorchReplica
 ) -> Any:
     """One replica's part of a step: the logs, or the predictions for all rows."""
-    global _current
-    _current = replica
+    begin(replica)
     try:
         if name != "predict_step":
             return replication.run(name, data)
         outputs = original(model, name)(data)
         return keras.tree.map_structure(replica.gather_rows, outputs)
     finally:
-        _current = None
+        begin(None)
 
 
 class WorkerModel:

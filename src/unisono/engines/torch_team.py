@@ -58,7 +58,7 @@ class Team:
         for answer in self.workers.receive(_START_TIMEOUT_S):
             if answer != "ready":
                 _, data, text = answer
-                raise _worker_error(1, data, text)
+                raise worker_error(1, data, text)
         store = os.path.join(self._folder, "store")
         self._group = Group(store, 0, self._placement.num_replicas, default_device())
         return self._group
@@ -98,24 +98,13 @@ class Team:
     def explain(self, error: BaseException) -> BaseException:
         """End all workers after an error; the error that started it."""
         if isinstance(error, (PeerLost, WorkerError)) and self.workers is not None:
-            error = self._cause(self.workers)
+            error = first_cause(
+                self.workers,
+                "The model keeps its values as of the last whole step; call fit again to go on "
+                "with new processes.",
+            )
         self.end(at_once=True)
         return error
-
-    def _cause(self, workers: Workers) -> BaseException:
-        """Why a collective failed: what a worker raised, or how it ended."""
-        bystanders = set()
-        while (told := workers.pending(timeout_s=3.0)) is not None:
-            worker, (kind, data, text) = told
-            if kind == "error":
-                return _worker_error(worker.rank, data, text)
-            bystanders.add(worker.rank)
-        suspects = [worker for worker in workers if worker.rank not in bystanders] or list(workers)
-        lost = min(suspects, key=lambda worker: worker.is_alive)
-        return WorkerError(
-            f"{lost.how_it_ended()} The model keeps its values as of the last whole step; "
-            "call fit again to go on with new processes."
-        )
 
     def forget(self, number: int) -> None:
         """Drop a model in all workers, if they can still be told."""
@@ -140,7 +129,7 @@ class Team:
             "unisono.engines.torch_worker",
             count,
             [os.path.join(self._folder, "store")],
-            [_worker_environment(self._placement, rank) for rank in range(1, count)],
+            [worker_environment(self._placement, rank) for rank in range(1, count)],
         )
 
     def _give_memory(self, num_bytes: int) -> None:
@@ -184,7 +173,7 @@ def threads_per_replica(num_replicas: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // num_replicas)
 
 
-def _worker_environment(placement: Placement, rank: int) -> dict[str, str]:
+def worker_environment(placement: Placement, rank: int) -> dict[str, str]:
     env = {"KERAS_BACKEND": "torch"}
     if placement.kind == "gpu":
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
@@ -195,7 +184,20 @@ def _worker_environment(placement: Placement, rank: int) -> dict[str, str]:
     return env
 
 
-def _worker_error(rank: int, data: bytes | None, text: str) -> BaseException:
+def first_cause(workers: Workers, advice: str) -> BaseException:
+    """Why a collective failed: what a worker raised, or how it ended."""
+    bystanders = set()
+    while (told := workers.pending(timeout_s=3.0)) is not None:
+        worker, (kind, data, text) = told
+        if kind == "error":
+            return worker_error(worker.rank, data, text)
+        bystanders.add(worker.rank)
+    suspects = [worker for worker in workers if worker.rank not in bystanders] or list(workers)
+    lost = min(suspects, key=lambda worker: worker.is_alive)
+    return WorkerError(f"{lost.how_it_ended()} {advice}")
+
+
+def worker_error(rank: int, data: bytes | None, text: str) -> BaseException:
     """A worker's exception as it was raised there, with its traceback as a note."""
     try:
         error = cloudpickle.loads(data) if data else None

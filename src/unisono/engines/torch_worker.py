@@ -73,13 +73,13 @@ def main() -> None:
     except EOFError:
         pass
     except BaseException as error:
-        _report(channel, error)
+        report(channel, error)
         os._exit(1)
     # Not sys.exit: what the frameworks do at exit may wait for replicas that are gone.
     os._exit(0)
 
 
-def _report(channel: Channel, error: BaseException) -> None:
+def report(channel: Channel, error: BaseException) -> None:
     text = "".join(traceback.format_exception(error))
     try:
         data = cloudpickle.dumps(error.with_traceback(None))

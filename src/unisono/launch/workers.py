@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from typing import IO, Any
@@ -26,11 +27,19 @@ class Worker:
     """One process and the line to it."""
 
     def __init__(
-        self, rank: int, module: str, arguments: Sequence[str], env: dict[str, str]
+        self,
+        rank: int,
+        module: str,
+        arguments: Sequence[str],
+        env: dict[str, str],
+        *,
+        is_shown: bool = False,
     ) -> None:
+        """`is_shown`: what the process prints appears here as well, line by line."""
         self.rank = rank
         self.channel, theirs = Channel.pair()
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        self._relay: threading.Thread | None = None
         with theirs:
             try:
                 self._process = subprocess.Popen(
@@ -40,7 +49,7 @@ class Worker:
                     env=_environment(env),
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
-                    stdout=self._output,
+                    stdout=subprocess.PIPE if is_shown else self._output,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
@@ -48,6 +57,9 @@ class Worker:
                 self.channel.close()
                 self._output.close()
                 raise
+        if is_shown:
+            self._relay = threading.Thread(target=self._show_output, daemon=True)
+            self._relay.start()
 
     @property
     def pid(self) -> int:
@@ -80,7 +92,19 @@ class Worker:
         if self.is_alive:
             self._process.kill()
         self._process.wait()
+        if self._relay is not None:
+            self._relay.join(_END_TIMEOUT_S)
         self._output.close()
+
+    def _show_output(self) -> None:
+        pipe = self._process.stdout
+        assert pipe is not None
+        with pipe:
+            for line in pipe:
+                self._output.write(line)
+                # Through Python's own stream, so that a notebook shows it.
+                sys.stdout.write(line.decode(errors="replace"))
+                sys.stdout.flush()
 
     def _last_lines(self, num_lines: int = 20) -> str:
         self._output.seek(0, os.SEEK_END)
@@ -89,7 +113,10 @@ class Worker:
 
 
 class Workers:
-    """A group of workers, ranks 1 and up; rank 0 is the process that started them."""
+    """A group of workers: the last ranks of `size`, one for each environment.
+
+    The process that starts them may be rank 0 itself; if not, it shows what their rank 0 prints.
+    """
 
     def __init__(
         self, module: str, size: int, arguments: Sequence[str], envs: list[dict[str, str]]
@@ -97,8 +124,9 @@ class Workers:
         self.size = size
         self._workers: list[Worker] = []
         try:
-            for rank, env in zip(range(1, size), envs, strict=True):
-                self._workers.append(Worker(rank, module, [str(rank), str(size), *arguments], env))
+            for rank, env in zip(range(size - len(envs), size), envs, strict=True):
+                words = [str(rank), str(size), *arguments]
+                self._workers.append(Worker(rank, module, words, env, is_shown=rank == 0))
         except BaseException:
             self.end()
             raise

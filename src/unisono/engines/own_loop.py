@@ -1,0 +1,114 @@
+"""A user's own training loop on replicas that see only their rows (TensorFlow, torch).
+
+There is no trainer to hook here, so the optimizers, metrics and batch norms that a loop uses are
+hooked one by one. A step begins with the batch of a distributed data set and ends with the call
+or the iteration that it belongs to; what all rows add to the metrics is known after it.
+"""
+
+import gc
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import keras
+
+from unisono.engines.batch_norm import batch_norms, synchronize_moments
+from unisono.engines.hooks import bind, original
+from unisono.engines.parts import drifting_variables
+from unisono.engines.step import (
+    Replica,
+    apply_gradients,
+    reduce_metrics,
+    scale_loss,
+    start_metrics,
+    update_metric,
+)
+
+
+class LoopReplication:
+    """Hooks on the models, optimizers and metrics of one loop."""
+
+    def __init__(
+        self,
+        current: Callable[[], Any],
+        check_first: Callable[[Any, Sequence[Any]], None] | None = None,
+    ) -> None:
+        """`check_first` is given the replica and the variables that an optimizer first updates."""
+        self._current = current
+        self._check_first = check_first
+        self._checked: dict[int, Any] = {}
+        self._metrics: dict[int, Any] = {}
+        self._drifting: dict[int, Any] = {}
+
+    def take(
+        self, models: Iterable[Any], optimizers: Iterable[Any], metrics: Iterable[Any]
+    ) -> None:
+        """Hook objects that are not hooked yet."""
+        for optimizer in optimizers:
+            self._hook(optimizer, "apply", self._apply_gradients)
+            self._hook(optimizer, "scale_loss", scale_loss)
+        for metric in metrics:
+            self._metrics[id(metric)] = metric
+            self._hook(metric, "update_state", update_metric)
+            self._hook(metric, "result", _result_of_all)
+        for model in models:
+            for layer in batch_norms(model):
+                synchronize_moments(layer, self._current)
+            for variable in drifting_variables(model, sync_batch_norm=True):
+                self._drifting[id(variable)] = variable
+
+    def start(self, replica: Replica) -> None:
+        start_metrics(self._metrics.values(), replica.state)
+
+    def finish(self, replica: Replica) -> None:
+        """Make metrics and drifting state those of all rows."""
+        reduce_metrics(replica)
+        drifting = list(self._drifting.values())
+        if drifting and replica.state.has_trained:
+            means = replica.total([v.value * replica.share for v in drifting])
+            for variable, mean in zip(drifting, means, strict=True):
+                variable.assign(mean)
+
+    def _apply_gradients(
+        self,
+        replica: Replica,
+        optimizer: Any,
+        plain: Callable[..., Any],
+        grads: Sequence[Any],
+        trainable_variables: Any = None,
+    ) -> Any:
+        variables = None if trainable_variables is None else list(trainable_variables)
+        if self._check_first is not None and variables and id(optimizer) not in self._checked:
+            self._checked[id(optimizer)] = optimizer
+            self._check_first(replica, variables)
+        return apply_gradients(replica, optimizer, plain, grads, variables)
+
+    def _hook(self, target: Any, name: str, function: Callable[..., Any]) -> None:
+        if name in vars(target):
+            return
+
+        def hooked(*args: Any, **kwargs: Any) -> Any:
+            replica = self._current()
+            plain = original(target, name)
+            if replica is None:
+                return plain(*args, **kwargs)
+            return function(replica, target, plain, *args, **kwargs)
+
+        bind(target, name, hooked)
+
+
+def living_keras_objects() -> tuple[list[Any], list[Any], list[Any]]:
+    """Models, optimizers and metrics of this process.
+
+    There is no register of them, and a loop may hold them anywhere in a program.
+    """
+    found = gc.get_objects()
+    kinds = (keras.Model, keras.optimizers.Optimizer, keras.metrics.Metric)
+    models, optimizers, metrics = ([o for o in found if issubclass(type(o), k)] for k in kinds)
+    return models, optimizers, metrics
+
+
+def _result_of_all(
+    replica: Replica, metric: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    reduce_metrics(replica)
+    return plain(*args, **kwargs)

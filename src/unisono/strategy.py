@@ -1,0 +1,277 @@
+"""Models made under a scope, and a user's own training loop, on every replica.
+
+The scope adopts models as `parallel` does: when they are compiled inside it, or when it ends. The
+parts of a loop (data, step, reduction) mean the same on each backend, though a step sees one
+replica's rows on TensorFlow and torch, and the global batch on JAX.
+"""
+
+import gc
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from unisono.devices import choose
+from unisono.engines import OwnLoop, load_engine
+from unisono.errors import StrategyError
+from unisono.parallel import count_gpus, is_parallel, parallel
+
+_innermost = threading.local()
+_last: "Strategy | None" = None
+
+
+class Strategy:
+    """Replicas of this machine, for models made under `scope` and for own training loops.
+
+    >>> import keras, numpy as np
+    >>> strategy = Strategy(replicas=2)
+    >>> with strategy.scope():
+    ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    ...     model.compile("sgd", "mse")
+    >>> x, y = np.ones((16, 4)), np.ones((16, 1))
+    >>> history = model.fit(x, y, batch_size=4 * strategy.num_replicas_in_sync, verbose=0)
+    unisono: ... 2 replicas on cpu 0, 1; global batch 8 = 2 x 4 per replica
+    """
+
+    def __init__(
+        self,
+        *,
+        gpus: int | Sequence[int] | None = None,
+        replicas: int | None = None,
+        sync_batch_norm: bool = True,
+    ) -> None:
+        import keras
+
+        global _last
+        self._engine = load_engine(keras.backend.backend())
+        self._placement = choose(replicas=replicas, gpus=gpus, num_visible_gpus=count_gpus())
+        self._engine.prepare(self._placement)
+        self._loop: OwnLoop = self._engine.own_loop(self._placement)
+        self._sync_batch_norm = sync_batch_norm
+        _last = self
+
+    def __repr__(self) -> str:
+        return f"Strategy({self.num_replicas_in_sync} replicas on {self._placement})"
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas there are: scale the global batch with it."""
+        return self._loop.num_replicas
+
+    @contextmanager
+    def scope(self) -> Iterator["Strategy"]:
+        """Models made or compiled inside train on the replicas."""
+        before = {id(model) for model in _living_models()}
+        outer = getattr(_innermost, "strategy", None)
+        _innermost.strategy = self
+        try:
+            with _adopting_at_compile():
+                yield self
+        finally:
+            _innermost.strategy = outer
+        if self._loop.is_one_of_many:
+            return
+        made = [model for model in _living_models() if id(model) not in before]
+        inner = {id(layer) for model in made for layer in model._flatten_layers(include_self=False)}
+        for model in made:
+            if id(model) not in inner and not is_parallel(model):
+                self.adopt(model)
+
+    def adopt(self, model: Any) -> Any:
+        """Put a model on the replicas, as `unisono.parallel` does."""
+        place = self._placement
+        is_on_cpu = place.kind == "cpu" and not place.is_simulated
+        return parallel(
+            model,
+            replicas=place.num_replicas,
+            gpus=None if is_on_cpu else place.indices,
+            sync_batch_norm=self._sync_batch_norm,
+        )
+
+    def distribute_dataset(self, dataset: Any) -> "DistributedDataset":
+        """The global batches of a data set, with every replica's rows where `run` finds them."""
+        return DistributedDataset(self._loop, dataset)
+
+    def run(
+        self,
+        step: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run a step on every replica; returns what each returned, for `reduce` or `gather`."""
+        return self._loop.run(step, args, kwargs or {})
+
+    def reduce(self, how: Any, value: Any, axis: int | None = None) -> Any:
+        """The sum or mean over replicas of what `run` returned, and over an axis if one is given.
+
+        `how` is "sum" or "mean", or TensorFlow's `tf.distribute.ReduceOp`.
+        """
+        name = str(getattr(how, "value", how)).lower()
+        if name not in ("sum", "mean"):
+            raise StrategyError(f'Asked to reduce by {how!r}. Use "sum" or "mean".')
+        return self._loop.reduce(name, value, axis)
+
+    def gather(self, value: Any, axis: int = 0) -> Any:
+        """What `run` returned on all replicas, joined in replica order."""
+        return self._loop.gather(value, axis)
+
+    def replicate(self, state: Any) -> Any:
+        """The state of a step, on every replica: variables or arrays in any structure.
+
+        JAX's stateless loops begin with it; on TensorFlow and torch it changes nothing.
+        """
+        return self._loop.replicate(state)
+
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+        """What `run` returned on each replica of this process."""
+        return self._loop.local_results(value)
+
+    # Names of TensorFlow 2.0.
+    experimental_distribute_dataset = distribute_dataset
+    experimental_run_v2 = run
+
+
+class DistributedDataset:
+    """The batches of a data set, each split over the replicas."""
+
+    def __init__(self, loop: OwnLoop, dataset: Any) -> None:
+        self._loop = loop
+        self._dataset = dataset
+        spec = getattr(dataset, "element_spec", None)
+        if spec is not None:
+            _check_batched(spec)
+        if not hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__"):
+            raise StrategyError(
+                f"Asked to distribute a {type(dataset).__name__}. Give batches: a tf.data.Dataset, "
+                "a torch DataLoader, a keras PyDataset, or any iterable of batches."
+            )
+
+    def __iter__(self) -> Iterator[Any]:
+        self._loop.begin_epoch()
+        for batch in _batches(self._dataset):
+            yield self._loop.split(batch, _check_batched(batch))
+        self._loop.end_epoch()
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+
+def compute_average_loss(
+    per_example_loss: Any, sample_weight: Any = None, global_batch_size: int | None = None
+) -> Any:
+    """The loss of a global batch, or a replica's part of it: sums over replicas give the whole.
+
+    Without `global_batch_size` it is the number of rows of this global batch. An own training
+    loop minimizes it and reduces it with "sum".
+
+    >>> float(compute_average_loss([1.0, 2.0, 3.0], global_batch_size=4))
+    1.5
+    """
+    from keras import ops
+
+    loss = ops.convert_to_tensor(per_example_loss)
+    if not loss.shape:
+        raise StrategyError(
+            "Asked for the average of a loss without rows, shape (). Give one value per example: "
+            "make the loss with reduction=None."
+        )
+    if sample_weight is not None:
+        weight = ops.cast(ops.convert_to_tensor(sample_weight), loss.dtype)
+        missing = len(loss.shape) - len(weight.shape)
+        loss = loss * ops.reshape(weight, (*ops.shape(weight), *[1] * missing))
+    loop = _current_loop()
+    rows = global_batch_size
+    if rows is None:
+        rows = loop.num_rows() if loop is not None else None
+    if rows is None:
+        rows = ops.shape(loss)[0]
+    average = ops.sum(loss) / ops.cast(rows, loss.dtype)
+    return average if loop is None else loop.part_of_sum(average)
+
+
+def scale_regularization_loss(regularization_loss: Any) -> Any:
+    """A replica's part of a loss that all replicas compute alike, for sums over replicas.
+
+    >>> float(scale_regularization_loss([1.0, 2.0]))
+    3.0
+    """
+    from keras import ops
+
+    total = ops.sum(ops.convert_to_tensor(regularization_loss))
+    loop = _current_loop()
+    return total if loop is None else loop.part_of_sum(total / loop.num_parts())
+
+
+def _current_loop() -> OwnLoop | None:
+    """The loop of the strategy in use; only a running step makes a difference."""
+    strategy = getattr(_innermost, "strategy", None) or _last
+    return None if strategy is None else strategy._loop
+
+
+def _living_models() -> list[Any]:
+    import keras
+
+    return [o for o in gc.get_objects() if issubclass(type(o), keras.Model)]
+
+
+@contextmanager
+def _adopting_at_compile() -> Iterator[None]:
+    """Adopt a model when it is compiled, as it may be trained before its scope ends.
+
+    Keras has no event for it. Its method is replaced for as long as a scope is open.
+    """
+    import keras
+
+    if getattr(_innermost, "num_open", 0):
+        yield
+        return
+    plain = keras.Model.compile
+
+    def compile(self: Any, *args: Any, **kwargs: Any) -> Any:
+        strategy = getattr(_innermost, "strategy", None)
+        if strategy is not None and not is_parallel(self):
+            strategy.adopt(self)
+        return plain(self, *args, **kwargs)
+
+    is_inherited = "compile" not in vars(keras.Model)
+    keras.Model.compile = compile
+    _innermost.num_open = 1
+    try:
+        yield
+    finally:
+        _innermost.num_open = 0
+        if is_inherited:
+            del keras.Model.compile
+        else:
+            keras.Model.compile = plain
+
+
+def _batches(dataset: Any) -> Iterator[Any]:
+    import keras
+
+    if isinstance(dataset, keras.utils.PyDataset):
+        if dataset.num_batches is None:
+            raise StrategyError(
+                "Asked to distribute a PyDataset without an end. Give it a `num_batches`."
+            )
+        return (dataset[i] for i in range(dataset.num_batches))
+    return iter(dataset)
+
+
+def _check_batched(batch: Any) -> int:
+    """The rows of a global batch; StrategyError where its parts have none, or not as many."""
+    import keras
+
+    leaves = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
+    shapes = [tuple(getattr(leaf, "shape", ())) for leaf in leaves]
+    if not shapes or any(not shape for shape in shapes):
+        raise StrategyError(
+            f"Asked to distribute data whose elements have shapes {shapes}: some have no rows. "
+            "Batch it first, with `dataset.batch(...)` or a DataLoader's batch_size."
+        )
+    if len({shape[0] for shape in shapes}) > 1:
+        raise StrategyError(
+            f"Asked to distribute a batch whose parts have {[s[0] for s in shapes]} rows. Every "
+            "part of a batch needs the same number of rows."
+        )
+    return shapes[0][0] if isinstance(shapes[0][0], int) else 0
