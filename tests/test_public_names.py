@@ -12,12 +12,17 @@ PUBLIC = {
         "DeviceError",
         "ModelError",
         "StartedError",
+        "Strategy",
+        "StrategyError",
         "UnisonoError",
         "WorkerError",
+        "compute_average_loss",
         "parallel",
         "release",
+        "scale_regularization_loss",
+        "spawn",
     ],
-    unisono.compat: ["multi_gpu_model"],
+    unisono.compat: ["MirroredStrategy", "multi_gpu_model"],
 }
 FUNCTIONS = [
     getattr(module, name)

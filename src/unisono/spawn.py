@@ -21,6 +21,11 @@ def spawn(
     For own training loops on torch, where a replica is a process. It works from a script without
     a guard and from a notebook; the first replica's output is shown, an exception on any replica
     ends all of them and is raised here.
+
+    >>> spawn(lambda: 1, replicas=0)
+    Traceback (most recent call last):
+    ...
+    unisono.errors.DeviceError: Asked for replicas=0. Give a whole number of at least 1.
     """
     import keras
 

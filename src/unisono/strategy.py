@@ -170,7 +170,7 @@ def compute_average_loss(
     from keras import ops
 
     loss = ops.convert_to_tensor(per_example_loss)
-    if not loss.shape:
+    if len(loss.shape) == 0:
         raise StrategyError(
             "Asked for the average of a loss without rows, shape (). Give one value per example: "
             "make the loss with reduction=None."

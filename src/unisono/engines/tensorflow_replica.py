@@ -109,7 +109,9 @@ class TensorFlowReplica:
         # Alone on a device other than the first, there is nobody to add up with.
         if not tensors or self._num_replicas == 1:
             return list(tensors)
-        return list(self._context.all_reduce(tf.distribute.ReduceOp.SUM, list(tensors)))
+        # Copied: tf.distribute takes a variable's own value, outside of a graph, for no value.
+        operands = [t if isinstance(t, tf.IndexedSlices) else tf.identity(t) for t in tensors]
+        return list(self._context.all_reduce(tf.distribute.ReduceOp.SUM, operands))
 
     def reduce_gradients(
         self, gradients: Sequence[Any], variables: Sequence[Any], weight: Any

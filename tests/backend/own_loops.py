@@ -1,0 +1,179 @@
+"""Training loops written by hand, each as the Keras guide of its backend has it.
+
+With `strategy=None` they run on one device and use nothing of unisono.
+"""
+
+from typing import Any
+
+import keras
+import numpy as np
+
+import unisono
+
+GLOBAL_BATCH = 16
+NUM_CLASSES = 3
+
+
+def batches(num_rows: int) -> list[tuple[Any, Any]]:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(num_rows, 6)).astype("float32")
+    y = rng.integers(0, NUM_CLASSES, num_rows)
+    starts = range(0, num_rows, GLOBAL_BATCH)
+    return [(x[i : i + GLOBAL_BATCH], y[i : i + GLOBAL_BATCH]) for i in starts]
+
+
+class Net(keras.Model):
+    """Not built before its first batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = keras.layers.Dense(8, activation="tanh")
+        self.norm = keras.layers.BatchNormalization(epsilon=0.1)
+        self.out = keras.layers.Dense(NUM_CLASSES)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        return self.out(self.norm(self.hidden(x), training=training))
+
+
+def make() -> tuple[Any, Any, Any]:
+    keras.utils.set_random_seed(3)
+    optimizer = keras.optimizers.Adam(0.01, global_clipnorm=0.5, epsilon=1e-3)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=None)
+    return Net(), optimizer, loss
+
+
+def results(model: Any, optimizer: Any, lines: list[Any]) -> list[Any]:
+    variables = [*model.variables, *optimizer.variables]
+    return [np.asarray(lines), *(keras.ops.convert_to_numpy(v) for v in variables)]
+
+
+def tensorflow_loop(strategy: Any, num_rows: int, *, eager: bool = False) -> list[Any]:
+    """The GradientTape program that TensorFlow taught, with its own names."""
+    import tensorflow as tf
+
+    strategy = strategy or tf.distribute.get_strategy()
+    x, y = (np.concatenate(part) for part in zip(*batches(num_rows), strict=True))
+    train = tf.data.Dataset.from_tensor_slices((x, y)).batch(GLOBAL_BATCH)
+    distributed = strategy.experimental_distribute_dataset(train)
+    with strategy.scope():
+        model, optimizer, loss_object = make()
+
+        def compute_loss(labels: Any, predictions: Any) -> Any:
+            per_example = loss_object(labels, predictions)
+            return tf.nn.compute_average_loss(per_example, global_batch_size=GLOBAL_BATCH)
+
+        test_loss = keras.metrics.Mean(name="test_loss")
+        accuracy = keras.metrics.SparseCategoricalAccuracy(name="accuracy")
+
+    def train_step(inputs: Any) -> Any:
+        images, labels = inputs
+        with tf.GradientTape() as tape:
+            predictions = model(images, training=True)
+            loss = compute_loss(labels, predictions)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        if tf.reduce_sum(tf.ones(2)) > 1:  # Autograph must reach a user's step.
+            accuracy.update_state(labels, predictions)
+        return loss
+
+    def test_step(inputs: Any) -> None:
+        images, labels = inputs
+        test_loss.update_state(loss_object(labels, model(images, training=False)))
+
+    def distributed_train_step(inputs: Any) -> Any:
+        losses = strategy.run(train_step, args=(inputs,))
+        return strategy.reduce(tf.distribute.ReduceOp.SUM, losses, axis=None)
+
+    def distributed_test_step(inputs: Any) -> Any:
+        return strategy.run(test_step, args=(inputs,))
+
+    if not eager:
+        distributed_train_step = tf.function(distributed_train_step)
+        distributed_test_step = tf.function(distributed_test_step)
+    lines = []
+    for _ in range(2):
+        total = sum(float(distributed_train_step(batch)) for batch in distributed)
+        for batch in distributed:
+            distributed_test_step(batch)
+        lines.append([total, float(accuracy.result()), float(test_loss.result())])
+        accuracy.reset_state()
+        test_loss.reset_state()
+    return results(model, optimizer, lines)
+
+
+def torch_loop(strategy: Any, num_rows: int, *, averages: bool = False) -> list[Any]:
+    """The loop of Keras' guide for torch; `averages` uses compute_average_loss."""
+    import torch
+
+    model, optimizer, per_example = make()
+    accuracy = keras.metrics.SparseCategoricalAccuracy()
+    data: Any = [tuple(map(torch.as_tensor, batch)) for batch in batches(num_rows)]
+    if strategy is not None:
+        data = strategy.distribute_dataset(data)
+    lines = []
+    for _ in range(2):
+        total = 0.0
+        for x, y in data:
+            logits = model(x, training=True)
+            loss = per_example(y, logits)
+            loss = unisono.compute_average_loss(loss) if averages else loss.mean()
+            model.zero_grad()
+            loss.backward()
+            weights = list(model.trainable_weights)
+            with torch.no_grad():
+                optimizer.apply([v.value.grad for v in weights], weights)
+            accuracy.update_state(y, logits)
+            if averages:
+                total += float(loss if strategy is None else strategy.reduce("sum", loss))
+        lines.append([total, float(accuracy.result())])
+        accuracy.reset_state()
+    return results(model, optimizer, lines)
+
+
+def jax_loop(strategy: Any, num_rows: int) -> list[Any]:
+    """The stateless loop of Keras' guide for JAX."""
+    import jax
+
+    model, optimizer, per_example = make()
+    model(np.zeros((1, 6), "float32"))
+    optimizer.build(model.trainable_variables)
+
+    def compute_loss(trainable: Any, other: Any, x: Any, y: Any) -> Any:
+        logits, other = model.stateless_call(trainable, other, x, training=True)
+        return unisono.compute_average_loss(per_example(y, logits)), other
+
+    @jax.jit
+    def train_step(state: Any, batch: Any) -> Any:
+        trainable, other, slots = state
+        gradient = jax.value_and_grad(compute_loss, has_aux=True)
+        (loss, other), gradients = gradient(trainable, other, *batch)
+        trainable, slots = optimizer.stateless_apply(slots, gradients, trainable)
+        return loss, (trainable, other, slots)
+
+    parts = (model.trainable_variables, model.non_trainable_variables, optimizer.variables)
+    state: Any = keras.tree.map_structure(lambda variable: variable.value, parts)
+    data: Any = batches(num_rows)
+    if strategy is not None:
+        state, data = strategy.replicate(parts), strategy.distribute_dataset(data)
+    lines = []
+    for _ in range(2):
+        for batch in data:
+            if strategy is None:
+                loss, state = train_step(state, batch)
+            else:
+                loss, state = strategy.run(train_step, args=(state, batch))
+                loss = strategy.reduce("sum", loss)
+        lines.append([float(loss)])
+    for variables, values in zip(parts, state, strict=True):
+        for variable, value in zip(variables, values, strict=True):
+            variable.assign(value)
+    return results(model, optimizer, lines)
+
+
+LOOPS = {"jax": jax_loop, "tensorflow": tensorflow_loop, "torch": torch_loop}
+
+
+def in_each_process(loop: Any, rows: list[int], options: list[dict[str, Any]]) -> list[Any]:
+    """Loops one after the other in a process that `unisono.spawn` started."""
+    strategy = unisono.Strategy()
+    return [loop(strategy, count, **more) for count in rows for more in options]
