@@ -8,6 +8,7 @@ from unisono.errors import (
     WorkerError,
 )
 from unisono.parallel import parallel, release
+from unisono.placement import device, log_placement, where
 from unisono.reserve import reserve as _reserve
 
 __version__ = "0.1.0"
@@ -20,6 +21,9 @@ __all__ = [
     "StartedError",
     "UnisonoError",
     "WorkerError",
+    "device",
+    "log_placement",
     "parallel",
     "release",
+    "where",
 ]

@@ -6,9 +6,12 @@ has behaviour, so that three backends as different as GSPMD in one process, mirr
 one process and a process per replica all fit behind it.
 """
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from unisono.devices import Placement
+from unisono.locations import Location
 
 
 class Adopted(Protocol):
@@ -34,3 +37,12 @@ class Engine(Protocol):
 
     def adopt(self, model: Any, placement: Placement, *, sync_batch_norm: bool) -> Adopted:
         """Spread a model over the replicas of a placement, in place."""
+
+    def device_scope(self, placement: Placement) -> AbstractContextManager[None]:
+        """Put what Keras computes and creates inside the scope on the one device of a placement."""
+
+    def locate(self, values: Sequence[Any]) -> list[Location | None]:
+        """Where tensors and variables live; None for what is neither, or has no value."""
+
+    def log_placement(self, is_on: bool) -> str | None:
+        """Print ops with their devices, or stop; a reason in words where the backend can't."""

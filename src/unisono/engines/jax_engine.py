@@ -6,14 +6,11 @@ masks come out as on one device. A batch that does not divide is replicated inst
 computes all of it, which is exact as well.
 """
 
-import gc
-import os
-import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
-import jax.extend.backend
 import keras
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -22,8 +19,10 @@ from unisono.devices import Placement
 from unisono.engines.batch_norm import batch_norms, group_statistics, ungroup_statistics
 from unisono.engines.hooks import bind, original, unbind
 from unisono.engines.interrupts import interrupts_held_back
+from unisono.engines.jax_devices import adopted, devices_of, ensure_cpu_devices
+from unisono.engines.jax_placement import CANNOT_LOG, device_scope, locate
 from unisono.engines.replication import optimizers_of
-from unisono.errors import StartedError
+from unisono.locations import Location
 
 _AXIS = "replica"
 _STEPS = ("train_step", "test_step")
@@ -40,8 +39,6 @@ _PARTS = {
         "metrics_variables",
     ),
 }
-_adopted: "weakref.WeakSet[JaxReplicas]" = weakref.WeakSet()
-_num_cpu_devices_set_by_us = 0
 
 
 class JaxEngine:
@@ -54,12 +51,21 @@ class JaxEngine:
 
     def prepare(self, placement: Placement) -> None:
         if placement.kind == "cpu":
-            _ensure_cpu_devices(max(placement.indices) + 1)
+            ensure_cpu_devices(max(placement.indices) + 1)
 
     def adopt(
         self, model: keras.Model, placement: Placement, *, sync_batch_norm: bool
     ) -> "JaxReplicas":
         return JaxReplicas(model, placement, sync_batch_norm=sync_batch_norm)
+
+    def device_scope(self, placement: Placement) -> AbstractContextManager[None]:
+        return device_scope(placement)
+
+    def locate(self, values: Sequence[Any]) -> list[Location | None]:
+        return [locate(value) for value in values]
+
+    def log_placement(self, is_on: bool) -> str | None:
+        return CANNOT_LOG
 
 
 class JaxReplicas:
@@ -79,8 +85,9 @@ class JaxReplicas:
         bind(model, "_make_function", self._make_function)
         bind(model, "_get_jax_state", self._get_state)
         bind(model, "jax_state_sync", self._sync_state)
+        self._place_variables()
         self.rebuild_functions()
-        _adopted.add(self)
+        adopted.add(self)
 
     def release(self) -> None:
         unbind(self._model, *_STEPS, *_MAKERS, *_STATE)
@@ -89,7 +96,7 @@ class JaxReplicas:
         for variable in self._own_variables():
             variable._value = jax.numpy.asarray(np.asarray(variable._value))
         self.rebuild_functions()
-        _adopted.discard(self)
+        adopted.discard(self)
 
     def rebuild_functions(self) -> None:
         """Forget compiled steps, so that the next call traces them for these devices."""
@@ -100,13 +107,19 @@ class JaxReplicas:
     def move_to_new_devices(self) -> None:
         """Take up the devices of a restarted backend under the same indices."""
         self._use_mesh()
+        self._place_variables()
         self.rebuild_functions()
 
     def _use_mesh(self) -> None:
-        every = jax.devices() if self.placement.kind == "gpu" else jax.devices("cpu")
-        mesh = Mesh(np.array([every[i] for i in self.placement.indices]), (_AXIS,))
+        mesh = Mesh(np.array(devices_of(self.placement)), (_AXIS,))
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._split = NamedSharding(mesh, PartitionSpec(_AXIS))
+
+    def _place_variables(self) -> None:
+        """Show from the start where the values live; a step would move them anyway."""
+        for variable in self._own_variables():
+            if variable._value is not None:
+                variable._value = jax.device_put(variable._value, self._replicated)
 
     def _own_variables(self) -> list[Any]:
         variables = list(self._model.variables)
@@ -208,71 +221,3 @@ class JaxReplicas:
             return jax.device_put(leaf, self._split if is_split else self._replicated)
 
         return keras.tree.map_structure(put, batch)
-
-
-def _ensure_cpu_devices(count: int) -> None:
-    """Have at least `count` virtual CPU devices, restarting JAX's backends if need be."""
-    global _num_cpu_devices_set_by_us
-    if not _has_started():
-        _refuse_if_fixed(count)
-        if count > 1:
-            jax.config.update("jax_num_cpu_devices", count)
-            _num_cpu_devices_set_by_us = count
-        return
-    found = len(jax.devices("cpu"))
-    if found >= count:
-        return
-    _refuse_if_fixed(count)
-    if jax.default_backend() != "cpu":
-        raise StartedError(
-            f"Asked for {count} CPU replicas; JAX has started on {jax.default_backend()} with "
-            f"{found} CPU device(s). Call unisono.parallel before building a model, or train on "
-            "the accelerator."
-        )
-    _restart_cpu_backend(count)
-    _num_cpu_devices_set_by_us = count
-
-
-def _has_started() -> bool:
-    # There is no public question for this; jax.config.update only answers by raising.
-    from jax._src import xla_bridge
-
-    return bool(xla_bridge.backends_are_initialized())
-
-
-def _refuse_if_fixed(count: int) -> None:
-    fixed = jax.config.jax_num_cpu_devices
-    if fixed > 0 and fixed != _num_cpu_devices_set_by_us and fixed < count:
-        raise StartedError(
-            f"Asked for {count} CPU replicas; this program set jax_num_cpu_devices to {fixed}. "
-            f"Set it to {count} or more, or remove that line and let unisono choose."
-        )
-    if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
-        found = len(jax.devices("cpu"))
-        if found < count:
-            raise StartedError(
-                f"Asked for {count} CPU replicas; XLA_FLAGS fixes JAX to {found} CPU device(s). "
-                f"Set --xla_force_host_platform_device_count={count}, or remove it from XLA_FLAGS."
-            )
-
-
-def _restart_cpu_backend(count: int) -> None:
-    """Start JAX's CPU backend again with more devices and move every Keras variable over.
-
-    Arrays that the user holds stay valid (they keep the old backend alive), but cannot be mixed
-    with new ones in one operation if they were committed to a device.
-    """
-    variables = [v for v in _live_variables() if v._value is not None]
-    values = [np.asarray(v._value) for v in variables]
-    jax.extend.backend.clear_backends()
-    jax.config.update("jax_num_cpu_devices", count)
-    for variable, value in zip(variables, values, strict=True):
-        variable._value = jax.numpy.asarray(value)
-    for replicas in list(_adopted):
-        replicas.move_to_new_devices()
-
-
-def _live_variables() -> list[Any]:
-    # Layers, optimizers, metrics and seed generators of every model, adopted or not: there is no
-    # register of them, and a variable left behind would fail at its next use.
-    return [o for o in gc.get_objects() if issubclass(type(o), keras.Variable)]

@@ -8,7 +8,8 @@ code runs under a multi-worker strategy.
 """
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
@@ -27,6 +28,7 @@ from unisono.engines.replication import (
     with_inner,
 )
 from unisono.engines.tensorflow_optimizer import leave_replica, stay_in_replica
+from unisono.engines.tensorflow_placement import device_scope, locate, log_placement
 from unisono.engines.tensorflow_replica import (
     TensorFlowReplica,
     current_replica,
@@ -35,6 +37,7 @@ from unisono.engines.tensorflow_replica import (
 )
 from unisono.engines.tensorflow_strategy import mirrored_copy, plain_copy, strategy_of
 from unisono.errors import StartedError
+from unisono.locations import Location
 
 _STEPS = ("train_step", "test_step")
 _HOOKS = (*_STEPS, "predict_step", "make_predict_function", "_maybe_symbolic_build")
@@ -65,6 +68,16 @@ class TensorFlowEngine:
         if placement.num_replicas == 1 and placement.indices == (0,):
             return SingleReplica(placement, sync_batch_norm)
         return TensorFlowReplicas(model, placement, sync_batch_norm=sync_batch_norm)
+
+    def device_scope(self, placement: Placement) -> AbstractContextManager[None]:
+        self.prepare(placement)
+        return device_scope(placement)
+
+    def locate(self, values: Sequence[Any]) -> list[Location | None]:
+        return [locate(value) for value in values]
+
+    def log_placement(self, is_on: bool) -> None:
+        log_placement(is_on)
 
 
 class SingleReplica:
