@@ -1,5 +1,6 @@
 """Old names translated to unisono's; no behaviour of their own."""
 
+from unisono.compat import mxnet
 from unisono.compat.multi_gpu import multi_gpu_model
 
-__all__ = ["multi_gpu_model"]
+__all__ = ["multi_gpu_model", "mxnet"]
