@@ -492,7 +492,7 @@ TABLE = [
     ),
     Name(
         "jax._src:xla_bridge",
-        "jax_engine",
+        "jax_devices",
         "to ask whether JAX has started, without starting it",
         asks_whether_started,
         JAX,

@@ -235,7 +235,7 @@ def test_the_log(capsys):
         keras.ops.add(x, x)
     said = capsys.readouterr().out.splitlines()
     if BACKEND == "tensorflow":
-        assert "unisono: MatMul on gpu:2" in said
+        assert "unisono: tensorflow ran MatMul on gpu:2" in said
         assert not [line for line in said if "Add" in line]
     else:
         assert len(said) == 2

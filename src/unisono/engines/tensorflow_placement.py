@@ -56,7 +56,7 @@ def _print_op(
     if graph is not None or not outputs:
         return  # Traced and not run, or without a result that could tell.
     name = op_type.decode() if isinstance(op_type, bytes) else op_type
-    print(f"unisono: {name} on {_name(outputs[0].device)}", flush=True)
+    print(f"unisono: tensorflow ran {name} on {_name(outputs[0].device)}", flush=True)
 
 
 def _name(device: str) -> str:
