@@ -1,10 +1,10 @@
 """Placement by hand: choose the device of an op, and be shown where values live."""
 
 import dataclasses
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ContextDecorator
 from typing import Any
 
-from unisono.devices import simulated_gpus
+from unisono.devices import Placement, simulated_gpus
 from unisono.engines import Engine, load_engine
 from unisono.errors import ModelError
 from unisono.locations import HOST, Location, Locations, find, location
@@ -29,7 +29,24 @@ def device(name: str) -> AbstractContextManager[None]:
     placement = find(
         name, num_gpus=lambda: simulated_gpus() or engine.num_gpus(), num_cpus=num_cpus
     )
-    return engine.device_scope(placement)
+    return _DeviceScope(engine, placement)
+
+
+class _DeviceScope(ContextDecorator, AbstractContextManager[None]):
+    """An engine's scope, entered as often as one likes: again, in itself, or as a decorator."""
+
+    def __init__(self, engine: Engine, placement: Placement) -> None:
+        self._engine = engine
+        self._placement = placement
+        self._entered: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        scope = self._engine.device_scope(self._placement)
+        scope.__enter__()
+        self._entered.append(scope)
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
 
 
 def where(value: Any) -> Any:

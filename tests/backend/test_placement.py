@@ -1,5 +1,7 @@
 """Placement by hand, on simulated GPUs, and where values live."""
 
+import threading
+
 import keras
 import numpy as np
 import pytest
@@ -77,6 +79,25 @@ def test_scopes_nest_and_end():
             assert devices_of(made()) == ("gpu:3",)
         assert devices_of(made()) == ("gpu:1",)
     assert devices_of(made()) == before
+
+
+def test_a_scope_is_used_again_inside_itself_and_on_a_function():
+    before = devices_of(made())
+    scope = unisono.device("gpu:1")
+    for _ in range(2):
+        with scope, unisono.device("gpu:2"), scope:
+            assert devices_of(made()) == ("gpu:1",)
+    assert devices_of(scope(made)()) == ("gpu:1",)
+    assert devices_of(made()) == before
+
+
+def test_a_scope_belongs_to_its_thread():
+    found = []
+    thread = threading.Thread(target=lambda: found.append(devices_of(made())))
+    with unisono.device("gpu:2"):
+        thread.start()
+        thread.join(60)
+    assert found == [devices_of(made())]
 
 
 def test_an_error_ends_a_scope():
@@ -215,6 +236,21 @@ def test_things_that_live_nowhere(value):
 def test_symbolic_values_live_nowhere():
     with pytest.raises(ModelError, match="Asked where a KerasTensor lives"):
         unisono.where(keras.Input((3,)))
+
+
+def test_values_that_are_being_traced_live_nowhere():
+    seen = []
+
+    class Look(keras.Layer):
+        def call(self, x):
+            with pytest.raises(ModelError) as caught:
+                unisono.where(x)
+            seen.append(str(caught.value))
+            return x
+
+    Look()(keras.Input((3,)))
+    assert seen
+    assert all(message.startswith("Asked where a ") for message in seen)
 
 
 def test_what_is_not_built_lives_nowhere():

@@ -33,6 +33,8 @@ def locate(value: Any) -> Location | None:
         value = value._value
     if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer):
         return None
+    if value.is_deleted():
+        return None  # Given away to a compiled step.
     shards = sorted(value.addressable_shards, key=lambda shard: int(shard.device.id))
     on = {_name(shard.device): int(shard.data.nbytes) for shard in shards}
     is_replicated = value.sharding.is_fully_replicated

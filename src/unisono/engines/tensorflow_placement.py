@@ -28,12 +28,10 @@ def device_scope(placement: Placement) -> AbstractContextManager[None]:
 def locate(value: Any) -> Location | None:
     if isinstance(value, keras.Variable):
         value = value._value
-    if isinstance(value, tf.distribute.DistributedValues):
-        copies = list(value.values)
-    elif isinstance(value, (tf.Tensor, tf.Variable)) and not tf.is_symbolic_tensor(value):
-        copies = [value]
-    else:
+    if not isinstance(value, (tf.Tensor, tf.Variable)) or tf.is_symbolic_tensor(value):
         return None
+    is_mirrored = isinstance(value, tf.distribute.DistributedValues)
+    copies = list(value.values) if is_mirrored else [value]
     shape = tuple(copies[0].shape.as_list())
     num_bytes = num_bytes_of(shape, copies[0].dtype.size)
     return location(shape, num_bytes, {_name(copy.device): num_bytes for copy in copies})

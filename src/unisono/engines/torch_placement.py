@@ -13,7 +13,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from unisono.devices import Placement
+from unisono.devices import Placement, simulated_gpus
 from unisono.locations import Location, location, names_of, num_bytes_of
 
 CANNOT_LOG = "torch keeps no record of where each op ran"
@@ -33,7 +33,8 @@ def device_scope(placement: Placement) -> Iterator[None]:
             stack.enter_context(keras.device(f"cuda:{index}"))
         else:
             stack.enter_context(keras.device("cpu"))
-            stack.enter_context(_Naming(_name_in_scope(placement)))
+            if simulated_gpus():
+                stack.enter_context(_Naming(_name_in_scope(placement)))
         yield
 
 
@@ -83,7 +84,7 @@ def _name(tensor: torch.Tensor) -> str:
     if tensor.device.type != "cpu":
         return f"{tensor.device.type}:{tensor.device.index or 0}"
     address = _address(tensor)
-    return _names[address][1] if address in _names else _CPU
+    return _names[address][1] if simulated_gpus() and address in _names else _CPU
 
 
 def _name_in_scope(placement: Placement) -> str:
