@@ -17,12 +17,16 @@ PUBLIC = {
         "UnisonoError",
         "WorkerError",
         "compute_average_loss",
+        "device",
+        "log_placement",
         "parallel",
         "release",
         "scale_regularization_loss",
         "spawn",
+        "where",
     ],
-    unisono.compat: ["MirroredStrategy", "multi_gpu_model"],
+    unisono.compat: ["MirroredStrategy", "multi_gpu_model", "mxnet"],
+    unisono.compat.mxnet: ["Context", "compile", "cpu", "gpu"],
 }
 FUNCTIONS = [
     getattr(module, name)
@@ -64,6 +68,11 @@ def test_every_public_function_says_what_it_promises(function):
     [
         (unisono.parallel, "(model, *, replicas=None, gpus=None, sync_batch_norm=True)"),
         (unisono.release, "(model)"),
+        (unisono.device, "(name)"),
+        (unisono.where, "(value)"),
+        (unisono.log_placement, "(is_on=True)"),
+        (unisono.compat.mxnet.compile, "(model, *args, context=None, **kwargs)"),
+        (unisono.compat.mxnet.gpu, "(device_id=0)"),
         (
             unisono.compat.multi_gpu_model,
             "(model, gpus=None, cpu_merge=True, cpu_relocation=False)",

@@ -311,4 +311,4 @@ class TestWhatIsConfigured:
         monkeypatch.delenv(devices.REPLICAS, raising=False)
         monkeypatch.setenv(devices.SIMULATED_GPUS, "10")
         reserve._configure(tf_with_gpu)
-        assert configured == [("CPU:0", 10)]
+        assert configured == [("CPU:0", 11)]  # The CPU itself beside them.

@@ -9,6 +9,7 @@ from unisono.errors import (
     WorkerError,
 )
 from unisono.parallel import parallel, release
+from unisono.placement import device, log_placement, where
 from unisono.reserve import reserve as _reserve
 from unisono.spawn import spawn
 from unisono.strategy import Strategy, compute_average_loss, scale_regularization_loss
@@ -26,8 +27,11 @@ __all__ = [
     "UnisonoError",
     "WorkerError",
     "compute_average_loss",
+    "device",
+    "log_placement",
     "parallel",
     "release",
     "scale_regularization_loss",
     "spawn",
+    "where",
 ]

@@ -37,15 +37,19 @@ def parallel(
     >>> history = model.fit(np.ones((8, 4)), np.ones((8, 1)), batch_size=4, verbose=0)
     unisono: ... 2 replicas on cpu 0, 1; global batch 4 = 2 x 2 per replica
     """
+    check_model(model)
+    placement = devices.choose(replicas=replicas, gpus=gpus, num_visible_gpus=count_gpus())
+    return spread(model, placement, sync_batch_norm=sync_batch_norm)
+
+
+def spread(
+    model: "keras.Model", placement: Placement, *, sync_batch_norm: bool = True
+) -> "keras.Model":
+    """Train a model on devices that are chosen already: what `parallel` and its old names share."""
     import keras
 
-    if not isinstance(model, keras.Model):
-        raise ModelError(
-            f"Asked to parallelize a {type(model).__name__}; unisono.parallel takes a keras.Model "
-            "(Sequential, functional or subclassed). Pass the model itself."
-        )
+    check_model(model)
     engine = load_engine(keras.backend.backend())
-    placement = devices.choose(replicas=replicas, gpus=gpus, num_visible_gpus=count_gpus())
     before: Adopted | None = vars(model).get(_ADOPTED)
     if before is not None:
         if (before.placement, before.sync_batch_norm) == (placement, sync_batch_norm):
@@ -85,6 +89,17 @@ def count_gpus() -> int:
 
     # Counting real ones starts a backend, so only ask where the answer matters.
     return devices.simulated_gpus() or load_engine(keras.backend.backend()).num_gpus()
+
+
+def check_model(model: object) -> None:
+    """Raise ModelError for what is not a model of Keras."""
+    import keras
+
+    if not isinstance(model, keras.Model):
+        raise ModelError(
+            f"Asked to parallelize a {type(model).__name__}; unisono.parallel takes a keras.Model "
+            "(Sequential, functional or subclassed). Pass the model itself."
+        )
 
 
 def _announce_at_first_fit(model: Any, placement: Placement, backend: str) -> None:

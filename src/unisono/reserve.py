@@ -35,7 +35,8 @@ def reserve() -> None:
 
 def num_reserved() -> int:
     """How many CPU devices are set aside: enough for what the environment announces."""
-    return max(_RESERVED_CPUS, devices.default_replicas() or 0, devices.simulated_gpus())
+    # One more than simulated GPUs: the CPU itself, for placement by hand.
+    return max(_RESERVED_CPUS, devices.default_replicas() or 0, devices.simulated_gpus() + 1)
 
 
 def _configure(tensorflow: Any) -> None:

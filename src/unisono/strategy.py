@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from unisono.devices import choose
+from unisono.devices import Placement, choose
 from unisono.engines import OwnLoop, load_engine
 from unisono.errors import StrategyError
-from unisono.parallel import count_gpus, is_parallel, parallel
+from unisono.parallel import count_gpus, is_parallel, spread
 
 _innermost = threading.local()
 _last: "Strategy | None" = None
@@ -40,13 +40,17 @@ class Strategy:
         replicas: int | None = None,
         sync_batch_norm: bool = True,
     ) -> None:
+        placement = choose(replicas=replicas, gpus=gpus, num_visible_gpus=count_gpus())
+        self._use(placement, sync_batch_norm)
+
+    def _use(self, placement: Placement, sync_batch_norm: bool) -> None:
         import keras
 
         global _last
-        self._engine = load_engine(keras.backend.backend())
-        self._placement = choose(replicas=replicas, gpus=gpus, num_visible_gpus=count_gpus())
-        self._engine.prepare(self._placement)
-        self._loop: OwnLoop = self._engine.own_loop(self._placement)
+        engine = load_engine(keras.backend.backend())
+        engine.prepare(placement)
+        self._placement = placement
+        self._loop: OwnLoop = engine.own_loop(placement)
         self._sync_batch_norm = sync_batch_norm
         _last = self
 
@@ -79,14 +83,7 @@ class Strategy:
 
     def adopt(self, model: Any) -> Any:
         """Put a model on the replicas, as `unisono.parallel` does."""
-        place = self._placement
-        is_on_cpu = place.kind == "cpu" and not place.is_simulated
-        return parallel(
-            model,
-            replicas=place.num_replicas,
-            gpus=None if is_on_cpu else place.indices,
-            sync_batch_norm=self._sync_batch_norm,
-        )
+        return spread(model, self._placement, sync_batch_norm=self._sync_batch_norm)
 
     def distribute_dataset(self, dataset: Any) -> "DistributedDataset":
         """The global batches of a data set, with every replica's rows where `run` finds them."""

@@ -204,6 +204,35 @@ def describes_the_data(model: Any) -> bool:
     return spec.shape[1:] == X.shape[1:]
 
 
+def calls_back_for_each_op(model: Any) -> bool:
+    import tensorflow as tf
+
+    seen = []
+    callbacks = lookup("tensorflow.python.framework.op_callbacks")
+
+    def callback(op_type, inputs, attrs, outputs, op_name=None, graph=None):
+        seen.append((op_type, outputs[0].device[-5:], graph))
+
+    callbacks.add_op_callback(callback)
+    try:
+        with tf.device("CPU:0"):
+            tf.matmul(X, X, transpose_b=True)
+    finally:
+        callbacks.remove_op_callback(callback)
+    tf.add(X, X)
+    names = [name.decode() if isinstance(name, bytes) else name for name, _, _ in seen]
+    return names[-1] == "MatMul" and {place[1:] for place in seen} == {("CPU:0", None)}
+
+
+def shares_memory_with_its_tensor(model: Any) -> bool:
+    import torch
+
+    tensor = torch.ones(3)
+    variable = keras.Variable(tensor)
+    same = variable._value.untyped_storage()._cdata == tensor.untyped_storage()._cdata
+    return same and torch.ones(3).untyped_storage()._cdata != tensor.untyped_storage()._cdata
+
+
 def asks_whether_started(model: Any) -> bool:
     from jax._src import xla_bridge
 
@@ -463,7 +492,7 @@ TABLE = [
     ),
     Name(
         "jax._src:xla_bridge",
-        "jax_engine",
+        "jax_devices",
         "to ask whether JAX has started, without starting it",
         asks_whether_started,
         JAX,
@@ -624,7 +653,24 @@ TABLE = [
         lambda model: model._autoconvert_optionals(lambda data: data)((X, None))[0] is X,
         TF,
     ),
+    *(
+        Name(
+            f"tensorflow.python.framework.op_callbacks:{part}",
+            "tensorflow_placement",
+            "to print each op with its device after TensorFlow has started",
+            calls_back_for_each_op,
+            TF,
+        )
+        for part in ("add_op_callback", "remove_op_callback")
+    ),
     # -- torch ---------------------------------------------------------------------------------
+    Name(
+        "_cdata",
+        "torch_placement",
+        "to know the memory that a variable shares with the tensor it is made from",
+        shares_memory_with_its_tensor,
+        TORCH,
+    ),
     Name(
         "_symbolic_build",
         "tensorflow_engine, torch_engine",

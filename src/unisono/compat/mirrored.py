@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from unisono.devices import Placement
 from unisono.errors import DeviceError
 from unisono.strategy import Strategy
 
@@ -27,7 +28,7 @@ class MirroredStrategy(Strategy):
         if kind == "gpu":
             super().__init__(gpus=ids)
         else:
-            super().__init__(replicas=len(ids))
+            self._use(Placement("cpu", tuple(ids)), sync_batch_norm=True)
 
 
 def _parse(devices: Sequence[str]) -> tuple[str, list[int]]:

@@ -7,9 +7,11 @@ one process and a process per replica all fit behind it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from unisono.devices import Placement
+from unisono.locations import Location
 
 
 class Adopted(Protocol):
@@ -91,3 +93,12 @@ class Engine(Protocol):
         placement: Placement,
     ) -> list[Any]:
         """Run a function in one process per replica; what each returned."""
+
+    def device_scope(self, placement: Placement) -> AbstractContextManager[None]:
+        """Put what Keras computes and creates inside the scope on the one device of a placement."""
+
+    def locate(self, values: Sequence[Any]) -> list[Location | None]:
+        """Where tensors and variables live; None for what is neither, or has no value."""
+
+    def log_placement(self, is_on: bool) -> str | None:
+        """Print ops with their devices, or stop; a reason in words where the backend can't."""

@@ -6,14 +6,11 @@ masks come out as on one device. A batch that does not divide is replicated inst
 computes all of it, which is exact as well.
 """
 
-import gc
-import os
-import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
-import jax.extend.backend
 import keras
 import numpy as np
 
@@ -21,10 +18,13 @@ from unisono.devices import Placement
 from unisono.engines.batch_norm import batch_norms, group_statistics, ungroup_statistics
 from unisono.engines.hooks import bind, original, unbind
 from unisono.engines.interrupts import interrupts_held_back
+from unisono.engines.jax_devices import adopted, ensure_cpu_devices
 from unisono.engines.jax_loop import JaxLoop
 from unisono.engines.jax_mesh import ReplicaMesh
+from unisono.engines.jax_placement import CANNOT_LOG, device_scope, locate
 from unisono.engines.parts import optimizers_of
-from unisono.errors import StartedError, StrategyError
+from unisono.errors import StrategyError
+from unisono.locations import Location
 
 _STEPS = ("train_step", "test_step")
 _MAKERS = ("make_train_function", "make_test_function", "make_predict_function")
@@ -40,8 +40,6 @@ _PARTS = {
         "metrics_variables",
     ),
 }
-_adopted: "weakref.WeakSet[JaxReplicas]" = weakref.WeakSet()
-_num_cpu_devices_set_by_us = 0
 
 
 class JaxEngine:
@@ -54,7 +52,7 @@ class JaxEngine:
 
     def prepare(self, placement: Placement) -> None:
         if placement.kind == "cpu":
-            _ensure_cpu_devices(max(placement.indices) + 1)
+            ensure_cpu_devices(max(placement.indices) + 1)
 
     def adopt(
         self, model: keras.Model, placement: Placement, *, sync_batch_norm: bool
@@ -76,6 +74,15 @@ class JaxEngine:
             "function itself; its Strategy uses every replica."
         )
 
+    def device_scope(self, placement: Placement) -> AbstractContextManager[None]:
+        return device_scope(placement)
+
+    def locate(self, values: Sequence[Any]) -> list[Location | None]:
+        return [locate(value) for value in values]
+
+    def log_placement(self, is_on: bool) -> str | None:
+        return CANNOT_LOG
+
 
 class JaxReplicas:
     """A model whose state is replicated over a mesh and whose batches are split over it."""
@@ -94,8 +101,9 @@ class JaxReplicas:
         bind(model, "_make_function", self._make_function)
         bind(model, "_get_jax_state", self._get_state)
         bind(model, "jax_state_sync", self._sync_state)
+        self._place_variables()
         self.rebuild_functions()
-        _adopted.add(self)
+        adopted.add(self)
 
     def release(self) -> None:
         unbind(self._model, *_STEPS, *_MAKERS, *_STATE)
@@ -104,7 +112,7 @@ class JaxReplicas:
         for variable in self._own_variables():
             variable._value = jax.numpy.asarray(np.asarray(variable._value))
         self.rebuild_functions()
-        _adopted.discard(self)
+        adopted.discard(self)
 
     def rebuild_functions(self) -> None:
         """Forget compiled steps, so that the next call traces them for these devices."""
@@ -115,10 +123,17 @@ class JaxReplicas:
     def move_to_new_devices(self) -> None:
         """Take up the devices of a restarted backend under the same indices."""
         self._use_mesh()
+        self._place_variables()
         self.rebuild_functions()
 
     def _use_mesh(self) -> None:
         self._mesh = ReplicaMesh(self.placement)
+
+    def _place_variables(self) -> None:
+        """Show from the start where the values live; a step would move them anyway."""
+        for variable in self._own_variables():
+            if variable._value is not None:
+                variable._value = jax.device_put(variable._value, self._mesh.replicated)
 
     def _own_variables(self) -> list[Any]:
         variables = list(self._model.variables)
@@ -206,71 +221,3 @@ class JaxReplicas:
         for variables, values in zip(self._variables, self._published, strict=True):
             for variable, value in zip(variables, values, strict=True):
                 variable._value = value
-
-
-def _ensure_cpu_devices(count: int) -> None:
-    """Have at least `count` virtual CPU devices, restarting JAX's backends if need be."""
-    global _num_cpu_devices_set_by_us
-    if not _has_started():
-        _refuse_if_fixed(count)
-        if count > 1:
-            jax.config.update("jax_num_cpu_devices", count)
-            _num_cpu_devices_set_by_us = count
-        return
-    found = len(jax.devices("cpu"))
-    if found >= count:
-        return
-    _refuse_if_fixed(count)
-    if jax.default_backend() != "cpu":
-        raise StartedError(
-            f"Asked for {count} CPU replicas; JAX has started on {jax.default_backend()} with "
-            f"{found} CPU device(s). Call unisono.parallel before building a model, or train on "
-            "the accelerator."
-        )
-    _restart_cpu_backend(count)
-    _num_cpu_devices_set_by_us = count
-
-
-def _has_started() -> bool:
-    # There is no public question for this; jax.config.update only answers by raising.
-    from jax._src import xla_bridge
-
-    return bool(xla_bridge.backends_are_initialized())
-
-
-def _refuse_if_fixed(count: int) -> None:
-    fixed = jax.config.jax_num_cpu_devices
-    if fixed > 0 and fixed != _num_cpu_devices_set_by_us and fixed < count:
-        raise StartedError(
-            f"Asked for {count} CPU replicas; this program set jax_num_cpu_devices to {fixed}. "
-            f"Set it to {count} or more, or remove that line and let unisono choose."
-        )
-    if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
-        found = len(jax.devices("cpu"))
-        if found < count:
-            raise StartedError(
-                f"Asked for {count} CPU replicas; XLA_FLAGS fixes JAX to {found} CPU device(s). "
-                f"Set --xla_force_host_platform_device_count={count}, or remove it from XLA_FLAGS."
-            )
-
-
-def _restart_cpu_backend(count: int) -> None:
-    """Start JAX's CPU backend again with more devices and move every Keras variable over.
-
-    Arrays that the user holds stay valid (they keep the old backend alive), but cannot be mixed
-    with new ones in one operation if they were committed to a device.
-    """
-    variables = [v for v in _live_variables() if v._value is not None]
-    values = [np.asarray(v._value) for v in variables]
-    jax.extend.backend.clear_backends()
-    jax.config.update("jax_num_cpu_devices", count)
-    for variable, value in zip(variables, values, strict=True):
-        variable._value = jax.numpy.asarray(value)
-    for replicas in list(_adopted):
-        replicas.move_to_new_devices()
-
-
-def _live_variables() -> list[Any]:
-    # Layers, optimizers, metrics and seed generators of every model, adopted or not: there is no
-    # register of them, and a variable left behind would fail at its next use.
-    return [o for o in gc.get_objects() if issubclass(type(o), keras.Variable)]

@@ -8,6 +8,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from unisono.devices import Placement
+from unisono.engines.jax_devices import devices_of
 
 _AXIS = "replica"
 
@@ -17,8 +18,7 @@ class ReplicaMesh:
 
     def __init__(self, placement: Placement) -> None:
         self._num_replicas = placement.num_replicas
-        every = jax.devices() if placement.kind == "gpu" else jax.devices("cpu")
-        self.devices = [every[i] for i in placement.indices]
+        self.devices = devices_of(placement)
         mesh = Mesh(np.array(self.devices), (_AXIS,))
         self.replicated = NamedSharding(mesh, PartitionSpec())
         self.split = NamedSharding(mesh, PartitionSpec(_AXIS))

@@ -8,6 +8,7 @@ code runs under a multi-worker strategy.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
@@ -20,6 +21,7 @@ from unisono.engines.parts import optimizers_of, seed_states, with_inner
 from unisono.engines.replication import Replication
 from unisono.engines.tensorflow_loop import TensorFlowLoop
 from unisono.engines.tensorflow_optimizer import leave_replica, stay_in_replica
+from unisono.engines.tensorflow_placement import device_scope, locate, log_placement
 from unisono.engines.tensorflow_replica import (
     TensorFlowReplica,
     current_replica,
@@ -35,6 +37,7 @@ from unisono.engines.tensorflow_variables import (
     spread_seed,
 )
 from unisono.errors import StartedError, StrategyError
+from unisono.locations import Location
 
 _STEPS = ("train_step", "test_step")
 _HOOKS = (*_STEPS, "predict_step", "make_predict_function", "_maybe_symbolic_build")
@@ -80,6 +83,16 @@ class TensorFlowEngine:
             "Asked to spawn processes on TensorFlow, where one process drives all devices. Call "
             "the function itself; its Strategy uses every replica."
         )
+
+    def device_scope(self, placement: Placement) -> AbstractContextManager[None]:
+        self.prepare(placement)
+        return device_scope(placement)
+
+    def locate(self, values: Sequence[Any]) -> list[Location | None]:
+        return [locate(value) for value in values]
+
+    def log_placement(self, is_on: bool) -> None:
+        log_placement(is_on)
 
 
 class SingleReplica:

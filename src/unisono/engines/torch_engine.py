@@ -9,6 +9,7 @@ since the last step (a callback, a batch too small to split) is sent before the 
 import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
@@ -21,15 +22,18 @@ from unisono.engines.replication import Replication
 from unisono.engines.torch_carry import carried_variables, pack
 from unisono.engines.torch_group import Group, TorchReplica, own_rows
 from unisono.engines.torch_loop import TorchLoop, world
+from unisono.engines.torch_placement import CANNOT_LOG, device_scope, locate
 from unisono.engines.torch_replica import current_replica, run_step
 from unisono.engines.torch_spawn import spawn
 from unisono.engines.torch_team import Team, is_split, threads_per_replica
 from unisono.errors import StrategyError
 from unisono.launch.workers import Workers
+from unisono.locations import Location
 
 _STEPS = ("train_step", "test_step", "predict_step")
 _CALLS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 _numbers = itertools.count()
+_adopted: "weakref.WeakSet[TorchReplicas]" = weakref.WeakSet()
 
 
 class TorchEngine:
@@ -73,6 +77,20 @@ class TorchEngine:
             )
         return spawn(function, args, kwargs, placement)
 
+    def device_scope(self, placement: Placement) -> AbstractContextManager[None]:
+        return device_scope(placement)
+
+    def locate(self, values: Sequence[Any]) -> list[Location | None]:
+        replicated = {
+            id(variable): replicas.placement
+            for replicas in _adopted
+            for variable in replicas.variables()
+        }
+        return [locate(value, replicated) for value in values]
+
+    def log_placement(self, is_on: bool) -> str | None:
+        return CANNOT_LOG
+
 
 class SingleReplica:
     """One replica in this process: plain Keras, on the device that was asked for."""
@@ -110,8 +128,14 @@ class TorchReplicas:
             bind(model, name, self._call(name))
         bind(model, "_symbolic_build", self._build)
         weakref.finalize(model, self._team.forget, self._number)
+        _adopted.add(self)
+
+    def variables(self) -> list[Any]:
+        """Those that every replica has a copy of."""
+        return list(carried_variables(self._model))
 
     def release(self) -> None:
+        _adopted.discard(self)
         self._replication.release()
         unbind(self._model, *_STEPS, *_CALLS, "_symbolic_build")
         self._team.forget(self._number)

@@ -1,0 +1,123 @@
+"""MXNet's contexts, which Keras on MXNet took at compile time: `context=[gpu(0), gpu(1)]`."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from unisono.devices import Placement
+from unisono.errors import DeviceError
+from unisono.parallel import check_model, parallel, spread
+
+if TYPE_CHECKING:
+    import keras
+
+__all__ = ["Context", "compile", "cpu", "gpu"]
+
+_TEXT = re.compile(r"(cpu|gpu)(?:\(([0-9]*)\))?")
+
+
+@dataclass(frozen=True)
+class Context:
+    """A device by MXNet's name for it; prints as `gpu(0)`."""
+
+    device_type: str
+    device_id: int
+
+    def __str__(self) -> str:
+        return f"{self.device_type}({self.device_id})"
+
+
+def gpu(device_id: int = 0) -> Context:
+    """The context of a GPU.
+
+    >>> print(gpu(1))
+    gpu(1)
+    """
+    return _context("gpu", device_id)
+
+
+def cpu(device_id: int = 0) -> Context:
+    """The context of a CPU replica.
+
+    >>> print(cpu())
+    cpu(0)
+    """
+    return _context("cpu", device_id)
+
+
+def compile(
+    model: "keras.Model",
+    *args: Any,
+    context: Context | str | Sequence[Context | str] | None = None,
+    **kwargs: Any,
+) -> "keras.Model":
+    """Compile a model to train on the devices of a list of contexts; returns the model itself.
+
+    Everything but `context` goes to `model.compile`. A context is `gpu(0)`, `cpu(0)` or a text such
+    as "gpu(0)"; one alone needs no list. CPU contexts give that many CPU replicas. Without any,
+    the model is compiled and stays where it is.
+
+    >>> import keras
+    >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    >>> model = compile(model, loss="mse", optimizer="sgd", context=[cpu(0), cpu(1)])
+    >>> model.compiled
+    True
+    """
+    check_model(model)
+    if context is not None:
+        contexts = _contexts(context)
+        ids = [one.device_id for one in contexts]
+        if contexts[0].device_type == "gpu":
+            model = parallel(model, gpus=ids)
+        else:
+            # Not `replicas=`, which would take GPUs where there are some.
+            model = spread(model, Placement("cpu", tuple(range(len(ids)))))
+    model.compile(*args, **kwargs)
+    return model
+
+
+def _context(kind: str, device_id: int) -> Context:
+    if not isinstance(device_id, int) or isinstance(device_id, bool) or device_id < 0:
+        raise DeviceError(
+            f"Asked for {kind}({device_id!r}); found no id of a device. Ids are whole numbers "
+            "from 0."
+        )
+    return Context(kind, device_id)
+
+
+def _contexts(given: Any) -> list[Context]:
+    """The contexts of a list, all of one kind and each once."""
+    items = [given] if isinstance(given, (Context, str)) else given
+    if not isinstance(items, Sequence):
+        raise DeviceError(
+            f"Asked for context={given!r}; found a {type(given).__name__}. Give a list such as "
+            "[gpu(0), gpu(1)]."
+        )
+    contexts = [_read(item, given) for item in items]
+    if not contexts:
+        raise DeviceError(
+            "Asked for context=[]: no device at all. Name at least one, such as [gpu(0)], or leave "
+            "context= out."
+        )
+    shown = f"[{', '.join(map(str, contexts))}]"
+    if len({context.device_type for context in contexts}) > 1:
+        raise DeviceError(
+            f"Asked for context={shown}, which mixes CPUs and GPUs: the slower would hold up every "
+            "step. Name devices of one kind."
+        )
+    if len(set(contexts)) != len(contexts):
+        raise DeviceError(f"Asked for context={shown}, which repeats one. Name each once.")
+    return contexts
+
+
+def _read(item: Any, given: Any) -> Context:
+    if isinstance(item, Context):
+        return _context(item.device_type, item.device_id)
+    match = _TEXT.fullmatch(item.strip().lower()) if isinstance(item, str) else None
+    if match is None:
+        raise DeviceError(
+            f"Asked for context={given!r}; {item!r} is no context. Write gpu(0), cpu(0) or a text "
+            'such as "gpu(0)".'
+        )
+    return Context(match[1], int(match[2] or 0))
