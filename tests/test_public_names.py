@@ -9,11 +9,14 @@ import unisono.compat
 
 PUBLIC = {
     unisono: [
+        "Device",
         "DeviceError",
         "ModelError",
         "StartedError",
         "UnisonoError",
         "WorkerError",
+        "configure",
+        "devices",
         "parallel",
         "release",
     ],
@@ -57,6 +60,8 @@ def test_every_public_function_says_what_it_promises(function):
 @pytest.mark.parametrize(
     ("function", "signature"),
     [
+        (unisono.configure, "(gpus=None, memory=None, cpu_threads=None)"),
+        (unisono.devices, "()"),
         (unisono.parallel, "(model, *, replicas=None, gpus=None, sync_batch_norm=True)"),
         (unisono.release, "(model)"),
         (

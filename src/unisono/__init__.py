@@ -1,5 +1,7 @@
 """Train a Keras 3 model on many devices with one call, with the result of one device."""
 
+from unisono.configuration import configure
+from unisono.devices import Device, devices
 from unisono.errors import (
     DeviceError,
     ModelError,
@@ -15,11 +17,14 @@ __version__ = "0.1.0"
 _reserve()
 
 __all__ = [
+    "Device",
     "DeviceError",
     "ModelError",
     "StartedError",
     "UnisonoError",
     "WorkerError",
+    "configure",
+    "devices",
     "parallel",
     "release",
 ]

@@ -4,9 +4,8 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from unisono import devices
 from unisono.data import nearest_divisible
-from unisono.devices import Placement
+from unisono.devices import Placement, choose, simulated_gpus
 from unisono.engines import Adopted, load_engine
 from unisono.engines.hooks import bind, unbind
 from unisono.errors import ModelError
@@ -45,7 +44,7 @@ def parallel(
             "(Sequential, functional or subclassed). Pass the model itself."
         )
     engine = load_engine(keras.backend.backend())
-    placement = devices.choose(replicas=replicas, gpus=gpus, num_visible_gpus=count_gpus())
+    placement = choose(replicas=replicas, gpus=gpus, num_visible_gpus=count_gpus())
     before: Adopted | None = vars(model).get(_ADOPTED)
     if before is not None:
         if (before.placement, before.sync_batch_norm) == (placement, sync_batch_norm):
@@ -79,7 +78,7 @@ def count_gpus() -> int:
     import keras
 
     # Counting real ones starts a backend, so only ask where the answer matters.
-    return devices.simulated_gpus() or load_engine(keras.backend.backend()).num_gpus()
+    return simulated_gpus() or load_engine(keras.backend.backend()).num_gpus()
 
 
 def _announce_at_first_fit(model: Any, placement: Placement, backend: str) -> None:

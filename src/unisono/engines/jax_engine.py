@@ -22,6 +22,7 @@ from unisono.devices import Placement
 from unisono.engines.batch_norm import batch_norms, group_statistics, ungroup_statistics
 from unisono.engines.hooks import bind, original, unbind
 from unisono.engines.interrupts import interrupts_held_back
+from unisono.engines.jax_settings import has_started
 from unisono.engines.replication import optimizers_of
 from unisono.errors import StartedError
 
@@ -213,7 +214,7 @@ class JaxReplicas:
 def _ensure_cpu_devices(count: int) -> None:
     """Have at least `count` virtual CPU devices, restarting JAX's backends if need be."""
     global _num_cpu_devices_set_by_us
-    if not _has_started():
+    if not has_started():
         _refuse_if_fixed(count)
         if count > 1:
             jax.config.update("jax_num_cpu_devices", count)
@@ -231,13 +232,6 @@ def _ensure_cpu_devices(count: int) -> None:
         )
     _restart_cpu_backend(count)
     _num_cpu_devices_set_by_us = count
-
-
-def _has_started() -> bool:
-    # There is no public question for this; jax.config.update only answers by raising.
-    from jax._src import xla_bridge
-
-    return bool(xla_bridge.backends_are_initialized())
 
 
 def _refuse_if_fixed(count: int) -> None:

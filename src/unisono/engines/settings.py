@@ -1,0 +1,75 @@
+"""Applies the policy of this process to the backend that Keras uses, before its devices start.
+
+What a backend reads from the environment is set at once, what takes a call on the framework right
+after its import. No framework is imported here: a call may come before Keras has chosen one.
+"""
+
+import dataclasses
+import functools
+import sys
+from typing import Any, Protocol
+
+from unisono.devices import Grant, Policy, grant_of, select, set_policy
+from unisono.engines.jax_settings import JaxSettings
+from unisono.engines.tensorflow_settings import TensorFlowSettings
+from unisono.engines.torch_settings import TorchSettings
+from unisono.errors import StartedError
+from unisono.imports import after_import, keras_backend
+
+
+class Settings(Protocol):
+    """One backend's way of keeping to a policy."""
+
+    framework: str
+    module: str
+    first_use: str
+
+    def is_too_late(self, module: Any, policy: Policy) -> bool:
+        """Whether the imported framework has fixed what the policy would set."""
+
+    def set_variables(self, grant: Grant) -> None:
+        """Set what the framework reads from the environment."""
+
+    def apply(self, module: Any, grant: Grant) -> None:
+        """Set what takes a call; the framework is imported and has not started."""
+
+
+_SETTINGS: dict[str, Settings] = {
+    settings.module: settings for settings in (JaxSettings(), TensorFlowSettings(), TorchSettings())
+}
+
+
+def apply_policy(policy: Policy, before: Policy) -> None:
+    """Put a policy in force that adds to the one before; raises before anything is changed."""
+    added = _difference(policy, before)
+    backend = keras_backend()
+    settings = _SETTINGS.get(backend)
+    if settings is not None and backend in sys.modules:
+        _refuse_if_too_late(settings, added)
+    selection = select(policy.gpus if before.gpus is None else None)
+    granted = grant_of(dataclasses.replace(added, memory=policy.memory), selection)
+    if added.gpus is not None:
+        selection.hide_others()
+    for name, each in _SETTINGS.items():
+        each.set_variables(granted)
+        # Others than the backend, say TensorFlow for its tf.data, take devices as well.
+        if name not in sys.modules or not each.is_too_late(sys.modules[name], added):
+            after_import(name, functools.partial(each.apply, grant=granted))
+    set_policy(policy)
+
+
+def _refuse_if_too_late(settings: Settings, added: Policy) -> None:
+    if settings.is_too_late(sys.modules[settings.module], added):
+        asked = ", ".join(f"{k}={v!r}" for k, v in vars(added).items() if v is not None)
+        raise StartedError(
+            f"Asked for unisono.configure({asked}); {settings.framework} has started its devices "
+            "already, and they keep what they have. Move the line `unisono.configure(...)` above "
+            f"the first line that uses {settings.framework} ({settings.first_use}), best right "
+            "below `import unisono`."
+        )
+
+
+def _difference(policy: Policy, before: Policy) -> Policy:
+    """What of a policy was not in force before."""
+    changed = {key: value for key, value in vars(policy).items() if value != getattr(before, key)}
+    return Policy(**changed)
