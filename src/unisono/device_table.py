@@ -39,7 +39,7 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     listing = list_devices()
-    placement = _placement(listing.devices)
+    placement = _placement(listing)
     print(_as_json(listing, placement) if options.json else _as_text(listing, placement))
     return 0
 
@@ -60,11 +60,10 @@ def table(devices: Sequence[Device]) -> str:
     return "\n".join(lines)
 
 
-def _placement(devices: Sequence[Device]) -> Placement | str:
+def _placement(listing: Listing) -> Placement | str:
     """What `parallel` would use, or why it would raise."""
-    visible = [device for device in devices if device.kind == "gpu" and device.is_visible]
     try:
-        return choose(replicas=None, gpus=None, num_visible_gpus=len(visible))
+        return choose(replicas=None, gpus=None, num_visible_gpus=listing.num_visible_gpus)
     except UnisonoError as error:
         return str(error)
 

@@ -18,6 +18,8 @@ class Listing:
     """The version of the NVIDIA driver."""
     notes: tuple[str, ...]
     """Why there are no GPUs, what is hidden and by what."""
+    num_visible_gpus: int = 0
+    """As CUDA counts them: MIG parts, which have no record, count."""
 
 
 def devices() -> list[Device]:
@@ -37,20 +39,21 @@ def list_devices() -> Listing:
     simulated = simulated_gpus()
     if simulated:
         note = f"UNISONO_SIMULATED_GPUS: {simulated} CPU replica(s) answer as GPUs."
-        return Listing(tuple(_simulated(i) for i in range(simulated)), None, (note,))
+        records = [_simulated(i) for i in range(simulated)]
+        return Listing(tuple(records), None, (note,), simulated)
     reading = read_nvml()
     if not reading.gpus:
         notes = [f"No GPU: {reading.reason}."]
         unlisted = num_gpus()
         if unlisted:
             notes.append(f"Yet /proc/driver/nvidia shows {unlisted} visible GPU(s).")
-        return Listing((_cpu(),), reading.driver, tuple(notes))
+        return Listing((_cpu(),), reading.driver, tuple(notes), unlisted)
     visibility = read_visibility(len(reading.gpus), [gpu.uuid for gpu in reading.gpus])
     notes = visibility.explain() + explain_order([gpu.name for gpu in reading.gpus])
     records = [_record(gpu, visibility) for gpu in reading.gpus]
     if not visibility.entries:
         records.append(_cpu())
-    return Listing(tuple(records), reading.driver, tuple(notes))
+    return Listing(tuple(records), reading.driver, tuple(notes), len(visibility.entries))
 
 
 def _record(gpu: Gpu, visibility: Visibility) -> Device:

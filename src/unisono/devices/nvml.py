@@ -64,11 +64,16 @@ def read_nvml() -> Reading:
 def _read(pynvml: Any, index: int) -> Gpu:
     """One GPU. A query that it does not support is None, one that fails is its error."""
     errors: list[str] = []
+    unsupported = (
+        pynvml.NVMLError_NotSupported,
+        pynvml.NVMLError_NoPermission,
+        pynvml.NVMLError_FunctionNotFound,  # A driver older than the binding.
+    )
 
     def ask(query: Callable[..., _Value], *arguments: Any) -> _Value | None:
         try:
             return query(*arguments)
-        except (pynvml.NVMLError_NotSupported, pynvml.NVMLError_NoPermission):
+        except unsupported:
             return None
         except pynvml.NVMLError as error:
             errors.append(str(error))
