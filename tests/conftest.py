@@ -20,20 +20,28 @@ def build(source: str, library: Path) -> None:
     compiler = shutil.which(os.environ.get("CC", "cc"))
     if compiler is None:
         pytest.skip("there is no C compiler (cc) to build the stand-in driver with")
-    command = [compiler, "-shared", "-fPIC", "-o", str(library), str(HERE / source)]
+    name = f"-Wl,-soname,{library.name}"
+    command = [compiler, "-shared", "-fPIC", name, "-o", str(library), str(HERE / source)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture(scope="session")
 def driver_folder(tmp_path_factory) -> Path:
-    """A folder with the stand-in driver's libraries."""
+    """A folder with the stand-in for NVML."""
     if PathFinder.find_spec("pynvml") is None:
         pytest.skip("nvidia-ml-py is not installed")
     folder = tmp_path_factory.mktemp("driver")
     build("stand_in_nvml.c", folder / "libnvidia-ml.so.1")
-    build("stand_in_cuda.c", folder / "libcuda.so.1")
     return folder
+
+
+@pytest.fixture(scope="session")
+def cuda_library(tmp_path_factory) -> Path:
+    """A stand-in for CUDA itself, to be loaded by its path: a framework would expect more of it."""
+    library = tmp_path_factory.mktemp("cuda") / "libcuda.so.1"
+    build("stand_in_cuda.c", library)
+    return library
 
 
 def run_process(arguments: list[str], **env: str) -> subprocess.CompletedProcess[str]:

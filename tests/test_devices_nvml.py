@@ -181,7 +181,7 @@ class TestVisibility:
         ] * 3
 
 
-def test_whether_cuda_has_started_is_asked_without_starting_it(answer):
-    load = "__import__('ctypes').CDLL('libcuda.so.1')"
+def test_whether_cuda_has_started_is_asked_without_starting_it(answer, cuda_library):
+    load = f"__import__('ctypes').CDLL({str(cuda_library)!r})"
     asked = f"[has_cuda_started(), {load} and has_cuda_started(), {load}.cuInit(0)]"
     assert answer(f"{asked} + [has_cuda_started()]") == [False, False, 0, True]

@@ -39,8 +39,10 @@ def test_memory(memory, expected):
 
 @pytest.mark.parametrize(
     "memory",
-    ["", "8", "8G", "GiB", "-1GiB", "eight GiB", "8GiB0", "0GiB", "0.1B", "Grow", "50%", "inf GB"]
-    + [0, 0.0, -0.5, 1.01, 8, True, float("nan"), float("inf"), [1], b"grow"],
+    [
+        *("", "8", "8G", "GiB", "-1GiB", "eight GiB", "8GiB0", "0GiB", "0.1B", "Grow", "50%"),
+        *(0, 0.0, -0.5, 1.01, 8, True, float("nan"), float("inf"), [1], b"grow"),
+    ],
 )
 def test_memory_that_makes_no_sense(memory):
     with pytest.raises(DeviceError) as caught:
@@ -224,8 +226,9 @@ class TestOnAMachineWithGpus:
             (
                 "memory=0.5",
                 {"STAND_IN_FAILING": "1"},
-                "Asked for memory=0.5; found no way to tell how much the GPUs have. Install "
-                "nvidia-ml-py (pip install 'unisono[gpu]'), or ask for \"grow\".",
+                "Asked for memory=0.5; found no way to tell how much the GPUs have. See "
+                "`unisono devices`, install nvidia-ml-py (pip install 'unisono[gpu]') if it is "
+                'missing, or ask for "grow".',
             ),
         ],
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from unisono.devices.choice import SIMULATED_GPUS, gpu_ids, num_gpus, simulated_gpus
 from unisono.devices.listing import list_devices
-from unisono.devices.policy import Policy, format_bytes, num_idle
+from unisono.devices.policy import Policy, format_bytes, num_idle, shown
 from unisono.devices.records import Device
 from unisono.devices.visibility import VISIBLE, read_visibility
 from unisono.errors import DeviceError
@@ -63,7 +63,7 @@ def select(gpus: int | Sequence[int] | str | None) -> Selection:
         numbers = tuple(range(len(names)))
     elif not names:
         raise DeviceError(
-            f"Asked for gpus={_shown(gpus)}; found no visible GPU. {' '.join(listing.notes)} "
+            f"Asked for gpus={shown(gpus)}; found no visible GPU. {' '.join(listing.notes)} "
             f"Leave gpus= out to work on the CPU, or set {SIMULATED_GPUS} to rehearse."
         )
     elif num_idle(gpus) is not None:
@@ -85,8 +85,9 @@ def grant_of(policy: Policy, selection: Selection) -> Grant:
         known = [total for total in totals if total is not None]
         if len(known) < len(totals):
             raise DeviceError(
-                f"Asked for memory={memory}; found no way to tell how much the GPUs have. "
-                "Install nvidia-ml-py (pip install 'unisono[gpu]'), or ask for \"grow\"."
+                f"Asked for memory={memory}; found no way to tell how much the GPUs have. See "
+                "`unisono devices`, install nvidia-ml-py (pip install 'unisono[gpu]') if it is "
+                'missing, or ask for "grow".'
             )
         limit_bytes = memory if isinstance(memory, int) else int(memory * min(known))
         if limit_bytes > min(known):
@@ -152,10 +153,6 @@ def _refuse_failing(asked: object, gpus: Sequence[Device]) -> None:
     for gpu in gpus:
         if gpu.error is not None:
             raise DeviceError(
-                f"Asked for gpus={_shown(asked)}; GPU {gpu.visible_index} fails: {gpu.error}. "
+                f"Asked for gpus={shown(asked)}; GPU {gpu.visible_index} fails: {gpu.error}. "
                 "Choose others."
             )
-
-
-def _shown(value: object) -> str:
-    return repr(list(value)) if isinstance(value, tuple) else repr(value)

@@ -33,14 +33,20 @@ class Policy:
     share of the whole (float)."""
     cpu_threads: int | None = None
 
+    def __str__(self) -> str:
+        """As the arguments of a call."""
+        memory = format_bytes(self.memory) if isinstance(self.memory, int) else self.memory
+        given = {"gpus": self.gpus, "memory": memory, "cpu_threads": self.cpu_threads}
+        return ", ".join(f"{k}={shown(v)}" for k, v in given.items() if v is not None)
+
     def joined_with(self, later: "Policy") -> "Policy":
         """This policy with what a later call adds; raises where the two contradict."""
         for field in dataclasses.fields(Policy):
             before, after = getattr(self, field.name), getattr(later, field.name)
             if before is not None and after is not None and before != after:
                 raise DeviceError(
-                    f"Asked for {field.name}={_shown(after)}; an earlier call of "
-                    f"unisono.configure has set {field.name}={_shown(before)}. Make one call."
+                    f"Asked for {Policy(**{field.name: after})}; an earlier call of "
+                    f"unisono.configure has set {Policy(**{field.name: before})}. Make one call."
                 )
         given = {key: value for key, value in vars(later).items() if value is not None}
         return dataclasses.replace(self, **given)
@@ -137,5 +143,6 @@ def _parsed_memory(memory: str | float | None) -> str | int | float | None:
     )
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """A value as it is written in a call."""
     return repr(list(value)) if isinstance(value, tuple) else repr(value)

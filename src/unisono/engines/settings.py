@@ -60,9 +60,8 @@ def apply_policy(policy: Policy, before: Policy) -> None:
 
 def _refuse_if_too_late(settings: Settings, added: Policy) -> None:
     if settings.is_too_late(sys.modules[settings.module], added):
-        asked = ", ".join(f"{k}={v!r}" for k, v in vars(added).items() if v is not None)
         raise StartedError(
-            f"Asked for unisono.configure({asked}); {settings.framework} has started its devices "
+            f"Asked for unisono.configure({added}); {settings.framework} has started its devices "
             "already, and they keep what they have. Move the line `unisono.configure(...)` above "
             f"the first line that uses {settings.framework} ({settings.first_use}), best right "
             "below `import unisono`."
