@@ -73,7 +73,7 @@ def test_the_announcement_on_a_page_is_what_is_printed(folder):
 
 
 def test_every_page_with_code_is_found():
-    assert {"README.md", "docs/parallel.md"} <= {block.page for block in BLOCKS}
+    assert {"README.md", "docs/parallel.md", "docs/devices.md"} <= {block.page for block in BLOCKS}
     assert {"unisono.parallel.parallel", "unisono.data.share_bounds"} <= set(NAMES)
 
 
