@@ -1,12 +1,15 @@
 """What is said to a framework on machines that are not here: stand-ins that see GPUs."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
 
-from unisono.devices import Grant
+from unisono.devices import Grant, Policy, current_policy
+from unisono.engines import settings
 from unisono.engines.tensorflow_settings import TensorFlowSettings
 from unisono.engines.torch_settings import TorchSettings
+from unisono.errors import DeviceError
 
 MIB = 2**20
 ALLOCATOR = "PYTORCH_ALLOC_CONF"
@@ -64,6 +67,27 @@ class TestTensorFlow:
         TensorFlowSettings().apply(tf, grant)
         assert said == expected
 
+    def test_a_program_that_has_set_gpus_itself(self, tf):
+        def refuse(gpu, is_growing):
+            raise ValueError("Cannot set memory growth on device when virtual devices configured")
+
+        tf.config.experimental.set_memory_growth = refuse
+        with pytest.raises(DeviceError, match="it says: Cannot set memory growth") as caught:
+            TensorFlowSettings().apply(tf, Grant(is_growing=True))
+        assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_an_error_of_a_framework_leaves_everything_as_it_was(monkeypatch):
+    def refuse(*ignored):
+        raise DeviceError("no")
+
+    monkeypatch.delenv("PJRT_NPROC", raising=False)
+    monkeypatch.setattr(settings, "after_import", refuse)
+    with pytest.raises(DeviceError, match="no"):
+        settings.apply_policy(Policy(cpu_threads=7), Policy())
+    assert "PJRT_NPROC" not in os.environ
+    assert current_policy() == Policy()
+
 
 class TestTorch:
     @pytest.mark.parametrize(
@@ -90,9 +114,7 @@ class TestTorch:
         ],
     )
     def test_variables(self, monkeypatch, before, grant, after):
-        monkeypatch.setattr("os.environ", dict(before))
-        import os
-
+        monkeypatch.setattr(os, "environ", dict(before))
         TorchSettings().set_variables(grant)
         assert os.environ == after
 

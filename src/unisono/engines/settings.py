@@ -4,9 +4,12 @@ What a backend reads from the environment is set at once, what takes a call on t
 after its import. No framework is imported here: a call may come before Keras has chosen one.
 """
 
+import contextlib
 import dataclasses
 import functools
+import os
 import sys
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 from unisono.devices import Grant, Policy, grant_of, select, set_policy
@@ -40,7 +43,7 @@ _SETTINGS: dict[str, Settings] = {
 
 
 def apply_policy(policy: Policy, before: Policy) -> None:
-    """Put a policy in force that adds to the one before; raises before anything is changed."""
+    """Put a policy in force that adds to the one before, which stays as it is on an error."""
     added = _difference(policy, before)
     backend = keras_backend()
     settings = _SETTINGS.get(backend)
@@ -48,14 +51,27 @@ def apply_policy(policy: Policy, before: Policy) -> None:
         _refuse_if_too_late(settings, added)
     selection = select(policy.gpus if before.gpus is None else None)
     granted = grant_of(dataclasses.replace(added, memory=policy.memory), selection)
-    if added.gpus is not None:
-        selection.hide_others()
-    for name, each in _SETTINGS.items():
-        each.set_variables(granted)
-        # Others than the backend, say TensorFlow for its tf.data, take devices as well.
-        if name not in sys.modules or not each.is_too_late(sys.modules[name], added):
-            after_import(name, functools.partial(each.apply, grant=granted))
+    with _environment_restored_on_error():
+        if added.gpus is not None:
+            selection.hide_others()
+        for each in _SETTINGS.values():
+            each.set_variables(granted)
+        for name, each in _SETTINGS.items():
+            # Others than the backend, say TensorFlow for its tf.data, take devices as well.
+            if name not in sys.modules or not each.is_too_late(sys.modules[name], added):
+                after_import(name, functools.partial(each.apply, grant=granted))
     set_policy(policy)
+
+
+@contextlib.contextmanager
+def _environment_restored_on_error() -> Iterator[None]:
+    before = dict(os.environ)
+    try:
+        yield
+    except BaseException:
+        os.environ.clear()
+        os.environ.update(before)
+        raise
 
 
 def _refuse_if_too_late(settings: Settings, added: Policy) -> None:
