@@ -1,14 +1,11 @@
 """What `configure` understands, what it refuses, and what that comes to on a machine with GPUs."""
 
-import os
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.devices import POLICY, Policy, describe, format_bytes
 from unisono.errors import DeviceError
-from unisono.imports import after_import
 
 GIB = 2**30
 
@@ -127,12 +124,6 @@ def test_a_policy_travels_through_the_environment(monkeypatch, policy):
     assert Policy.from_environment() == policy
     monkeypatch.delenv(POLICY)
     assert Policy.from_environment() == Policy()
-
-
-def test_after_import_is_now_where_it_is_imported():
-    seen = []
-    after_import("os", seen.append)
-    assert seen == [os]
 
 
 class TestOnAMachineWithGpus:

@@ -149,12 +149,15 @@ def test_a_gpu_would_start_with_a_quarter_of_its_memory(started):
 
 def test_after_the_start_it_says_which_line_to_move(started):
     kind, text = started["too_late"]
-    framework = {"jax": "JAX", "tensorflow": "TensorFlow", "torch": "torch"}[BACKEND]
+    framework, started_what = {
+        "jax": ("JAX", "JAX has started its devices"),
+        "tensorflow": ("TensorFlow", "TensorFlow has started its devices"),
+        "torch": ("torch", "unisono has started torch's worker processes"),
+    }[BACKEND]
     assert kind == "StartedError"
     assert text.startswith(
-        f"Asked for unisono.configure(gpus=[0]); {framework} has started its devices already, "
-        "and they keep what they have. Move the line `unisono.configure(...)` above the first "
-        f"line that uses {framework} ("
+        f"Asked for unisono.configure(gpus=[0]); {started_what}, and what it took stays. Move the "
+        f"line `unisono.configure(...)` above the first line that uses {framework} ("
     )
 
 
@@ -185,5 +188,8 @@ print(json.dumps([*found, told(unisono.configure, memory="grow")]))
     env = {"LD_LIBRARY_PATH": str(driver_folder), "STAND_IN_GPUS": "2"}
     told, variable, after = found_by(script, str(cuda_library), **env)
     assert told[0] == "StartedError"
+    assert told[1].startswith(
+        "Asked for unisono.configure(gpus=[0]); CUDA has started in this process, and what"
+    )
     assert variable is None
     assert after is None

@@ -12,7 +12,6 @@ from unisono.devices.choice import (
     num_gpus,
     simulated_gpus,
 )
-from unisono.devices.cpu import num_cores
 from unisono.devices.cuda import has_cuda_started
 from unisono.devices.grant import Grant, Selection, grant_of, select
 from unisono.devices.listing import Listing, devices, list_devices
@@ -46,7 +45,6 @@ __all__ = [
     "grant_of",
     "has_cuda_started",
     "list_devices",
-    "num_cores",
     "num_gpus",
     "select",
     "set_policy",

@@ -20,8 +20,12 @@ class JaxSettings:
     module = "jax"
     first_use = "building a model, making an array, jax.devices()"
 
-    def is_too_late(self, jax: Any, policy: Policy) -> bool:
-        return has_started() or (policy.gpus is not None and has_cuda_started())
+    def why_too_late(self, jax: Any, policy: Policy) -> str | None:
+        if has_started():
+            return "JAX has started its devices"
+        if policy.gpus is not None and has_cuda_started():
+            return "CUDA has started in this process"
+        return None
 
     def set_variables(self, grant: Grant) -> None:
         if grant.cpu_threads is not None:

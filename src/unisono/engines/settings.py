@@ -27,8 +27,8 @@ class Settings(Protocol):
     module: str
     first_use: str
 
-    def is_too_late(self, module: Any, policy: Policy) -> bool:
-        """Whether the imported framework has fixed what the policy would set."""
+    def why_too_late(self, module: Any, policy: Policy) -> str | None:
+        """What has started and fixed what the policy would set; None while there is time."""
 
     def set_variables(self, grant: Grant) -> None:
         """Set what the framework reads from the environment."""
@@ -58,7 +58,7 @@ def apply_policy(policy: Policy, before: Policy) -> None:
             each.set_variables(granted)
         for name, each in _SETTINGS.items():
             # Others than the backend, say TensorFlow for its tf.data, take devices as well.
-            if name not in sys.modules or not each.is_too_late(sys.modules[name], added):
+            if name not in sys.modules or not each.why_too_late(sys.modules[name], added):
                 after_import(name, functools.partial(each.apply, grant=granted))
     set_policy(policy)
 
@@ -75,12 +75,12 @@ def _environment_restored_on_error() -> Iterator[None]:
 
 
 def _refuse_if_too_late(settings: Settings, added: Policy) -> None:
-    if settings.is_too_late(sys.modules[settings.module], added):
+    started = settings.why_too_late(sys.modules[settings.module], added)
+    if started:
         raise StartedError(
-            f"Asked for unisono.configure({added}); {settings.framework} has started its devices "
-            "already, and they keep what they have. Move the line `unisono.configure(...)` above "
-            f"the first line that uses {settings.framework} ({settings.first_use}), best right "
-            "below `import unisono`."
+            f"Asked for unisono.configure({added}); {started}, and what it took stays. Move the "
+            "line `unisono.configure(...)` above the first line that uses "
+            f"{settings.framework} ({settings.first_use}), best right below `import unisono`."
         )
 
 

@@ -15,11 +15,11 @@ class TensorFlowSettings:
     module = "tensorflow"
     first_use = "building a model, making a tensor or a data set"
 
-    def is_too_late(self, tf: Any, policy: Policy) -> bool:
+    def why_too_late(self, tf: Any, policy: Policy) -> str | None:
         # The setters only answer by raising, when half of the settings may be made already.
         from tensorflow.python.eager.context import context
 
-        return bool(context()._initialized)
+        return "TensorFlow has started its devices" if context()._initialized else None
 
     def set_variables(self, grant: Grant) -> None:
         """There is nothing that it reads from the environment."""

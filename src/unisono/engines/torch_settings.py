@@ -19,13 +19,15 @@ class TorchSettings:
     module = "torch"
     first_use = "`import keras`, which asks CUDA for its GPUs, or `unisono.parallel`"
 
-    def is_too_late(self, torch: Any, policy: Policy) -> bool:
+    def why_too_late(self, torch: Any, policy: Policy) -> str | None:
         team = sys.modules.get("unisono.engines.torch_team")
         if team is not None and team.has_started():
-            return True
+            return "unisono has started torch's worker processes"
         if policy.gpus is not None and has_cuda_started():
-            return True
-        return policy.memory is not None and bool(torch.cuda.is_initialized())
+            return "CUDA has started in this process"
+        if policy.memory is not None and torch.cuda.is_initialized():
+            return "torch has started its GPUs"
+        return None
 
     def set_variables(self, grant: Grant) -> None:
         if not grant.is_growing:
