@@ -100,6 +100,16 @@ def test_what_parallel_would_raise_is_told(capsys, monkeypatch):
     assert report["parallel"]["error"].startswith("Asked for UNISONO_REPLICAS=3; this machine has")
 
 
+def test_a_reader_that_has_seen_enough(plain_python):
+    script = (
+        "import os, sys; from unisono.cli import main; "
+        "reading, writing = os.pipe(); os.close(reading); os.dup2(writing, 1); "
+        "sys.exit(main(['devices']))"
+    )
+    done = plain_python(["-c", script])
+    assert (done.returncode, done.stderr) == (1, "")
+
+
 def test_no_framework_is_imported(plain_python):
     script = (
         "import sys; from unisono.cli import main; main(['devices']); "

@@ -279,6 +279,16 @@ class TestOnAMachineWithGpus:
         asked = f"[{pretend}, {call}, os.environ.get('CUDA_VISIBLE_DEVICES')]"
         assert answer(asked) == [None, None, "0,2"]
 
+    def test_without_the_binding_nobody_knows_which_are_idle(self, answer):
+        pretend = "sys.modules.update(pynvml=None) or setattr(os, 'listdir', lambda path: 'abc')"
+        call = "told(lambda: unisono.configure(gpus='idle'))"
+        assert answer(f"[{pretend}, {call}]")[1] == (
+            "DeviceError: Asked for gpus='idle'; found no GPU that tells whether it is idle. "
+            "No GPU: nvidia-ml-py is not installed, so GPUs cannot be listed: "
+            "pip install 'unisono[gpu]'. Yet /proc/driver/nvidia shows 3 visible GPU(s). "
+            "Name ids instead."
+        )
+
     def test_simulated_gpus_are_restricted_too(self, answer):
         asked = "[{}, os.environ['UNISONO_SIMULATED_GPUS'], num_gpus(), len(unisono.devices())]"
         env = {"UNISONO_SIMULATED_GPUS": "4"}

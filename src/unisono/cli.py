@@ -6,6 +6,7 @@ no sense, 1 for work that failed.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -21,12 +22,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         code: int = options.run(options)
+        sys.stdout.flush()
         return code
     except UnisonoError as error:
         print(f"unisono: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # The reader has seen enough: `unisono devices | head -1`.
-        sys.stderr.close()
+        # Python would complain of it once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 

@@ -59,19 +59,7 @@ def select(gpus: int | Sequence[int] | str | None) -> Selection:
         if device.kind == "gpu" and device.visible_index is not None
     }
     names = _names(listing.devices)
-    if gpus is None:
-        numbers = tuple(range(len(names)))
-    elif not names:
-        raise DeviceError(
-            f"Asked for gpus={shown(gpus)}; found no visible GPU. {' '.join(listing.notes)} "
-            f"Leave gpus= out to work on the CPU, or set {SIMULATED_GPUS} to rehearse."
-        )
-    elif num_idle(gpus) is not None:
-        numbers = _idle_numbers(str(gpus), list(records.values()))
-    else:
-        assert not isinstance(gpus, str)
-        numbers = gpu_ids(gpus, len(names))
-        _refuse_failing(gpus, [records[i] for i in numbers if i in records])
+    numbers = _numbers(gpus, len(names), list(records.values()), " ".join(listing.notes))
     totals = tuple(records[i].total_bytes if i in records else None for i in numbers)
     return Selection(numbers, tuple(names[i] for i in numbers), totals)
 
@@ -125,6 +113,28 @@ def _simulated_numbers(gpus: int | Sequence[int] | str | None, count: int) -> tu
         return gpu_ids(idle, count)
     assert not isinstance(gpus, str)
     return gpu_ids(gpus, count)
+
+
+def _numbers(
+    gpus: int | Sequence[int] | str | None, available: int, records: Sequence[Device], notes: str
+) -> tuple[int, ...]:
+    if gpus is None:
+        return tuple(range(available))
+    if not available:
+        raise DeviceError(
+            f"Asked for gpus={shown(gpus)}; found no visible GPU. {notes} Leave gpus= out to work "
+            f"on the CPU, or set {SIMULATED_GPUS} to rehearse."
+        )
+    if isinstance(gpus, str):
+        if not records:
+            raise DeviceError(
+                f"Asked for gpus={gpus!r}; found no GPU that tells whether it is idle. {notes} "
+                "Name ids instead."
+            )
+        return _idle_numbers(gpus, records)
+    numbers = gpu_ids(gpus, available)
+    _refuse_failing(gpus, [record for record in records if record.visible_index in numbers])
+    return numbers
 
 
 def _idle_numbers(asked: str, gpus: Sequence[Device]) -> tuple[int, ...]:
