@@ -2,16 +2,19 @@
 
 `python examples.py ROOT` runs every python block of README.md and docs/, and every doctest, on the
 backend that KERAS_BACKEND names. One process for all: each starts with fresh names and a fresh
-environment, and what unisono reads from the environment it reads when it is called.
+environment, and what unisono reads from the environment it reads when it is called. What calls
+`configure` gets a process of its own (`python examples.py ROOT NAME`), as that is once for all.
 """
 
 import contextlib
 import doctest
+import functools
 import importlib
 import io
 import json
 import os
 import re
+import subprocess
 import sys
 import traceback
 from dataclasses import dataclass
@@ -78,14 +81,31 @@ def run_doctest(test: doctest.DocTest) -> None:
         raise AssertionError(output.getvalue())
 
 
+def run_apart(name: str) -> None:
+    """Run one example in a process of its own."""
+    command = [sys.executable, *sys.argv[:2], name]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    if done.returncode:
+        raise AssertionError(done.stderr)
+    told = json.loads(done.stdout.splitlines()[-1])[name]
+    print(told["output"])
+    if told["error"]:
+        raise AssertionError(told["error"])
+
+
 def main() -> None:
     backend = os.environ["KERAS_BACKEND"]
-    jobs = {
-        block.name: block.run
-        for block in blocks(Path(sys.argv[1]))
-        if block.language == "python" and backend in block.backends
-    }
-    jobs |= {test.name: lambda test=test: run_doctest(test) for test in doctests()}
+    pages = [block for block in blocks(Path(sys.argv[1])) if block.language == "python"]
+    jobs = {block.name: block.run for block in pages if backend in block.backends}
+    apart = {block.name for block in pages if "configure(" in block.code}
+    for test in doctests():
+        jobs[test.name] = lambda test=test: run_doctest(test)
+        if "configure(" in (test.docstring or ""):
+            apart.add(test.name)
+    if len(sys.argv) > 2:
+        jobs = {sys.argv[2]: jobs[sys.argv[2]]}
+    else:
+        jobs |= {name: functools.partial(run_apart, name) for name in apart & set(jobs)}
     report = {}
     for name, job in jobs.items():
         environment = dict(os.environ)

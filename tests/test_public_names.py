@@ -9,6 +9,7 @@ import unisono.compat
 
 PUBLIC = {
     unisono: [
+        "Device",
         "DeviceError",
         "ModelError",
         "StartedError",
@@ -17,7 +18,9 @@ PUBLIC = {
         "UnisonoError",
         "WorkerError",
         "compute_average_loss",
+        "configure",
         "device",
+        "devices",
         "log_placement",
         "parallel",
         "release",
@@ -66,6 +69,8 @@ def test_every_public_function_says_what_it_promises(function):
 @pytest.mark.parametrize(
     ("function", "signature"),
     [
+        (unisono.configure, "(gpus=None, memory=None, cpu_threads=None)"),
+        (unisono.devices, "()"),
         (unisono.parallel, "(model, *, replicas=None, gpus=None, sync_batch_norm=True)"),
         (unisono.release, "(model)"),
         (unisono.device, "(name)"),

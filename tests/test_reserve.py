@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from unisono import devices, reserve
+from unisono import imports, reserve
+from unisono.devices import REPLICAS, SIMULATED_GPUS
 
 # What a program sees of modules and classes: each name, and which object is behind it.
 SNAPSHOT = """
@@ -236,9 +237,10 @@ class TestWhetherAHookIsSet:
         """As in a process that has imported neither Keras nor TensorFlow."""
         for name in ("keras", "tensorflow"):
             monkeypatch.delitem(sys.modules, name, raising=False)
-        for name in ("KERAS_BACKEND", devices.SIMULATED_GPUS, devices.REPLICAS):
+        for name in ("KERAS_BACKEND", SIMULATED_GPUS, REPLICAS):
             monkeypatch.delenv(name, raising=False)
-        monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+        others = [f for f in sys.meta_path if type(f).__module__ != imports.__name__]
+        monkeypatch.setattr(sys, "meta_path", others)
         self.num_finders = len(sys.meta_path)
 
     @pytest.mark.parametrize(("backend", "hooks"), [("tensorflow", 1), ("jax", 0), ("torch", 0)])
@@ -250,7 +252,7 @@ class TestWhetherAHookIsSet:
     @pytest.mark.parametrize(("simulated", "hooks"), [("", 0), ("2", 1)])
     def test_not_beside_a_gpu_unless_it_is_simulated(self, monkeypatch, simulated, hooks):
         monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
-        monkeypatch.setenv(devices.SIMULATED_GPUS, simulated)
+        monkeypatch.setenv(SIMULATED_GPUS, simulated)
         monkeypatch.setattr(os, "listdir", lambda path: ["0000:01:00.0"])
         reserve.reserve()
         assert len(sys.meta_path) - self.num_finders == hooks
@@ -271,22 +273,24 @@ class TestWhetherAHookIsSet:
         monkeypatch.setenv("KERAS_HOME", str(tmp_path))
         if keras_json is not None:
             (tmp_path / "keras.json").write_text(keras_json)
-        assert reserve._keras_backend() == backend
+        assert imports.keras_backend() == backend
         monkeypatch.setenv("KERAS_BACKEND", "jax")
-        assert reserve._keras_backend() == "jax"
+        assert imports.keras_backend() == "jax"
 
     def test_keras_itself_knows_best(self, monkeypatch):
         keras = SimpleNamespace(backend=SimpleNamespace(backend=lambda: "torch"))
         monkeypatch.setitem(sys.modules, "keras", keras)
         monkeypatch.setenv("KERAS_BACKEND", "jax")
-        assert reserve._keras_backend() == "torch"
+        assert imports.keras_backend() == "torch"
 
 
 class TestWhatIsConfigured:
     """On machines that are not here: a stand-in for tf.config that sees a GPU."""
 
     @pytest.fixture
-    def configured(self):
+    def configured(self, monkeypatch):
+        monkeypatch.delitem(sys.modules, "keras", raising=False)
+        monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
         return []
 
     @pytest.fixture
@@ -303,12 +307,12 @@ class TestWhatIsConfigured:
         )
 
     def test_nothing_beside_a_gpu(self, monkeypatch, tf_with_gpu, configured):
-        monkeypatch.delenv(devices.SIMULATED_GPUS, raising=False)
+        monkeypatch.delenv(SIMULATED_GPUS, raising=False)
         reserve._configure(tf_with_gpu)
         assert configured == []
 
     def test_simulated_gpus_need_cpus_all_the_same(self, monkeypatch, tf_with_gpu, configured):
-        monkeypatch.delenv(devices.REPLICAS, raising=False)
-        monkeypatch.setenv(devices.SIMULATED_GPUS, "10")
+        monkeypatch.delenv(REPLICAS, raising=False)
+        monkeypatch.setenv(SIMULATED_GPUS, "10")
         reserve._configure(tf_with_gpu)
         assert configured == [("CPU:0", 11)]  # The CPU itself beside them.

@@ -1,5 +1,7 @@
 """Train a Keras 3 model on many devices with one call, with the result of one device."""
 
+from unisono.configuration import configure
+from unisono.devices import Device, devices
 from unisono.errors import (
     DeviceError,
     ModelError,
@@ -19,6 +21,7 @@ __version__ = "0.1.0"
 _reserve()
 
 __all__ = [
+    "Device",
     "DeviceError",
     "ModelError",
     "StartedError",
@@ -27,7 +30,9 @@ __all__ = [
     "UnisonoError",
     "WorkerError",
     "compute_average_loss",
+    "configure",
     "device",
+    "devices",
     "log_placement",
     "parallel",
     "release",

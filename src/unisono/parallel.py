@@ -4,9 +4,8 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from unisono import devices
 from unisono.data import nearest_divisible
-from unisono.devices import Placement
+from unisono.devices import Placement, choose, simulated_gpus
 from unisono.engines import Adopted, load_engine
 from unisono.engines.hooks import bind, unbind
 from unisono.errors import ModelError
@@ -38,7 +37,7 @@ def parallel(
     unisono: ... 2 replicas on cpu 0, 1; global batch 4 = 2 x 2 per replica
     """
     check_model(model)
-    placement = devices.choose(replicas=replicas, gpus=gpus, num_visible_gpus=count_gpus())
+    placement = choose(replicas=replicas, gpus=gpus, num_visible_gpus=count_gpus())
     return spread(model, placement, sync_batch_norm=sync_batch_norm)
 
 
@@ -88,7 +87,7 @@ def count_gpus() -> int:
     import keras
 
     # Counting real ones starts a backend, so only ask where the answer matters.
-    return devices.simulated_gpus() or load_engine(keras.backend.backend()).num_gpus()
+    return simulated_gpus() or load_engine(keras.backend.backend()).num_gpus()
 
 
 def check_model(model: object) -> None:

@@ -239,6 +239,24 @@ def asks_whether_started(model: Any) -> bool:
     return xla_bridge.backends_are_initialized() is True
 
 
+def knows_whether_it_has_started(model: Any) -> bool:
+    from tensorflow.python.eager.context import context
+
+    return context()._initialized is True
+
+
+def waits_for_cuda(model: Any) -> bool:
+    """Where there is no CUDA, a call waits in the queue of those that its start makes."""
+    import torch
+
+    calls = []
+    num_waiting = len(torch.cuda._queued_calls)
+    torch.cuda._lazy_call(lambda: calls.append(1))
+    if torch.cuda.is_initialized():
+        return calls == [1]
+    return calls == [] and len(torch.cuda._queued_calls) == num_waiting + 1
+
+
 JAX, TF, TORCH = ("jax",), ("tensorflow",), ("torch",)
 NORM = "keras.layers:BatchNormalization"
 
@@ -492,10 +510,31 @@ TABLE = [
     ),
     Name(
         "jax._src:xla_bridge",
-        "jax_devices",
+        "jax_settings",
         "to ask whether JAX has started, without starting it",
         asks_whether_started,
         JAX,
+    ),
+    Name(
+        "tensorflow.python.eager.context:context",
+        "tensorflow_settings",
+        "to ask whether TensorFlow has started, without starting it",
+        has_signature("tensorflow.python.eager.context:context"),
+        TF,
+    ),
+    Name(
+        "_initialized",
+        "tensorflow_settings",
+        "to ask whether TensorFlow has started, without starting it",
+        knows_whether_it_has_started,
+        TF,
+    ),
+    Name(
+        "_lazy_call",
+        "torch_settings",
+        "to limit a GPU's memory once CUDA starts, without starting it",
+        waits_for_cuda,
+        TORCH,
     ),
     Name(
         "jax_num_cpu_devices",

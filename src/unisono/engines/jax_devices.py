@@ -11,6 +11,7 @@ import keras
 import numpy as np
 
 from unisono.devices import Placement
+from unisono.engines.jax_settings import has_started
 from unisono.errors import StartedError
 
 
@@ -49,13 +50,6 @@ def ensure_cpu_devices(count: int) -> None:
         )
     _restart_cpu_backend(count)
     _num_cpu_devices_set_by_us = count
-
-
-def has_started() -> bool:
-    # There is no public question for this; jax.config.update only answers by raising.
-    from jax._src import xla_bridge
-
-    return bool(xla_bridge.backends_are_initialized())
 
 
 def _refuse_if_fixed(count: int) -> None:

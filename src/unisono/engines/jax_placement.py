@@ -12,7 +12,8 @@ import jax
 import keras
 
 from unisono.devices import Placement
-from unisono.engines.jax_devices import devices_of, ensure_cpu_devices, has_started
+from unisono.engines.jax_devices import devices_of, ensure_cpu_devices
+from unisono.engines.jax_settings import has_started
 from unisono.errors import StartedError
 from unisono.locations import Location, location, name_of
 from unisono.reserve import num_reserved

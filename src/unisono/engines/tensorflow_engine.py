@@ -49,7 +49,7 @@ class TensorFlowEngine:
     backend = "tensorflow"
 
     def num_gpus(self) -> int:
-        return len(tf.config.list_physical_devices("GPU"))
+        return len(tf.config.get_visible_devices("GPU"))
 
     def prepare(self, placement: Placement) -> None:
         count = max(placement.indices) + 1

@@ -6,6 +6,7 @@ batch are written once into memory that all processes see; only their place in i
 
 import atexit
 import contextlib
+import dataclasses
 import os
 import shutil
 import tempfile
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 from keras.src.backend.torch.core import get_device
 
-from unisono.devices import Placement
+from unisono.devices import POLICY, Placement, Policy, current_policy
 from unisono.engines.torch_group import Group, PeerLost
 from unisono.errors import WorkerError
 from unisono.launch.channel import SharedMemory
@@ -170,17 +171,31 @@ def is_split(leaf: torch.Tensor, num_rows: int) -> bool:
 
 
 def threads_per_replica(num_replicas: int) -> int:
-    return max(1, len(os.sched_getaffinity(0)) // num_replicas)
+    """A CPU replica's share of the cores, and no more than a policy allows a process."""
+    share = max(1, len(os.sched_getaffinity(0)) // num_replicas)
+    return min(share, current_policy().cpu_threads or share)
+
+
+def has_started() -> bool:
+    """Whether worker processes were started, with the policy that was in force."""
+    return bool(_teams)
 
 
 def worker_environment(placement: Placement, rank: int) -> dict[str, str]:
     env = {"KERAS_BACKEND": "torch"}
+    threads = threads_per_replica(placement.num_replicas)
     if placement.kind == "gpu":
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         index = placement.indices[rank]
         env["CUDA_VISIBLE_DEVICES"] = visible[index] if visible != [""] else str(index)
     else:
-        env["OMP_NUM_THREADS"] = str(threads_per_replica(placement.num_replicas))
+        env["OMP_NUM_THREADS"] = str(threads)
+    if current_policy() != Policy():
+        # What is in force here holds in every process; which GPU it has is said above.
+        policy = dataclasses.replace(current_policy(), gpus=None)
+        if policy.cpu_threads and placement.kind == "cpu":
+            policy = dataclasses.replace(policy, cpu_threads=threads)
+        env[POLICY] = policy.to_text()
     return env
 
 

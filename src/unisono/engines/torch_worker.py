@@ -13,6 +13,8 @@ from typing import Any
 
 import cloudpickle
 
+from unisono.devices import Policy
+from unisono.engines.settings import apply_policy
 from unisono.launch.channel import Channel, SharedMemory
 from unisono.launch.lifeline import end_with_parent
 
@@ -69,6 +71,8 @@ def main() -> None:
     end_with_parent(line)
     channel = Channel(line)
     try:
+        if (policy := Policy.from_environment()) != Policy():
+            apply_policy(policy, Policy())
         Worker(channel, rank, size, store).serve()
     except EOFError:
         pass

@@ -1,15 +1,15 @@
 """Choose the devices that replicas run on, from what was asked and what there is.
 
 Runs before any framework is imported and imports none: an engine reports how many GPUs its
-backend sees, this room decides. `UNISONO_SIMULATED_GPUS=4` makes four CPU replicas answer as GPUs
+backend sees, here it is decided. `UNISONO_SIMULATED_GPUS=4` makes four CPU replicas answer as GPUs
 0 to 3, `UNISONO_REPLICAS=n` is the default for `replicas`.
 """
 
-import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from unisono.devices.visibility import read_visibility
 from unisono.errors import DeviceError
 
 SIMULATED_GPUS = "UNISONO_SIMULATED_GPUS"
@@ -64,13 +64,7 @@ def num_gpus() -> int:
         present = len(os.listdir("/proc/driver/nvidia/gpus"))
     except OSError:
         return 0
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return present
-    # CUDA stops reading the list at the first entry it cannot use, such as -1.
-    entries = (part.strip() for part in visible.split(","))
-    usable = itertools.takewhile(lambda entry: _is_visible(entry, present), entries)
-    return min(len(list(usable)), present)
+    return min(len(read_visibility(present).entries), present)
 
 
 def choose(
@@ -84,9 +78,9 @@ def choose(
     simulated = simulated_gpus()
     available = simulated or num_visible_gpus
     if replicas is not None:
-        _check_count("replicas", replicas)
+        check_count("replicas", replicas)
     if gpus is not None:
-        ids = _gpu_ids(gpus, available)
+        ids = gpu_ids(gpus, available)
         if replicas is not None and replicas != len(ids):
             raise DeviceError(
                 f"Asked for replicas={replicas} on gpus={gpus!r}, which is {len(ids)} GPUs. "
@@ -97,11 +91,6 @@ def choose(
     if simulated:
         return Placement("cpu", ids, is_simulated=True)
     return Placement("gpu" if available else "cpu", ids)
-
-
-def _is_visible(entry: str, present: int) -> bool:
-    is_index = entry.isdecimal() and int(entry) < present
-    return is_index or entry.startswith(("GPU-", "MIG-"))
 
 
 def _default_ids(replicas: int | None, available: int) -> tuple[int, ...]:
@@ -118,9 +107,10 @@ def _default_ids(replicas: int | None, available: int) -> tuple[int, ...]:
     return tuple(range(count))
 
 
-def _gpu_ids(gpus: int | Sequence[int], available: int) -> tuple[int, ...]:
+def gpu_ids(gpus: int | Sequence[int], available: int) -> tuple[int, ...]:
+    """The ids that a request means, among so many GPUs; raises DeviceError."""
     if isinstance(gpus, int) and not isinstance(gpus, bool):
-        _check_count("gpus", gpus)
+        check_count("gpus", gpus)
         ids: tuple[int, ...] = tuple(range(gpus))
     elif isinstance(gpus, Sequence) and not isinstance(gpus, str):
         ids = tuple(gpus)
@@ -153,7 +143,8 @@ def _gpu_ids(gpus: int | Sequence[int], available: int) -> tuple[int, ...]:
     return ids
 
 
-def _check_count(name: str, value: object) -> None:
+def check_count(name: str, value: object) -> None:
+    """Refuse what is not a count of at least one."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise DeviceError(f"Asked for {name}={value!r}. Give a whole number of at least 1.")
 

@@ -1,0 +1,52 @@
+"""Finds devices, chooses among them, and describes how much of them a process may take.
+
+Runs before any framework is imported and imports none.
+"""
+
+from unisono.devices.choice import (
+    REPLICAS,
+    SIMULATED_GPUS,
+    Placement,
+    choose,
+    default_replicas,
+    num_gpus,
+    simulated_gpus,
+)
+from unisono.devices.cuda import has_cuda_started
+from unisono.devices.grant import Grant, Selection, grant_of, select
+from unisono.devices.listing import Listing, devices, list_devices
+from unisono.devices.policy import (
+    POLICY,
+    Policy,
+    current_policy,
+    describe,
+    format_bytes,
+    set_policy,
+)
+from unisono.devices.records import Device, Process
+
+__all__ = [
+    "POLICY",
+    "REPLICAS",
+    "SIMULATED_GPUS",
+    "Device",
+    "Grant",
+    "Listing",
+    "Placement",
+    "Policy",
+    "Process",
+    "Selection",
+    "choose",
+    "current_policy",
+    "default_replicas",
+    "describe",
+    "devices",
+    "format_bytes",
+    "grant_of",
+    "has_cuda_started",
+    "list_devices",
+    "num_gpus",
+    "select",
+    "set_policy",
+    "simulated_gpus",
+]
