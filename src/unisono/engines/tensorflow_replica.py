@@ -91,19 +91,27 @@ class TensorFlowReplica:
         return scaled + tf.stop_gradient(loss - scaled)
 
     def stack(self, x: Any) -> Any:
-        @tf.custom_gradient
-        def stacked(x: Any) -> Any:
-            every = self._context.all_gather(x[tf.newaxis], axis=0)
+        own = tf.one_hot(self._index, self._num_replicas, dtype=x.dtype)
+        own = tf.reshape(own, [-1, *[1] * len(x.shape)])
+        (every,) = self.total([own * x])
+        # The other replicas' parts are constants here; what their losses owe to this one's part
+        # arrives when the gradient is summed.
+        return self._with_summed_gradient(tf.stop_gradient(every * (1 - own)) + own * x)
 
+    def _with_summed_gradient(self, every: Any) -> Any:
+        # Around the sum itself it would be far slower to trace: TensorFlow looks for variables in
+        # all that a custom gradient's outputs depend on, short of its inputs.
+        @tf.custom_gradient
+        def identity(every: Any) -> Any:
             def gradient(upstream: Any) -> Any:
                 if self.state.is_weighted:
-                    return self.total([upstream])[0][self._index]
+                    return self.total([upstream])[0]
                 share = tf.cast(self.share, upstream.dtype)
-                return self.total([upstream * share])[0][self._index] / share
+                return self.total([upstream * share])[0] / share
 
-            return every, gradient
+            return tf.identity(every), gradient
 
-        return stacked(x)
+        return identity(every)
 
     def total(self, tensors: Sequence[Any]) -> list[Any]:
         # Alone on a device other than the first, there is nobody to add up with.
@@ -111,6 +119,8 @@ class TensorFlowReplica:
             return list(tensors)
         # Copied: tf.distribute takes a variable's own value, outside of a graph, for no value.
         operands = [t if isinstance(t, tf.IndexedSlices) else tf.identity(t) for t in tensors]
+        if self._context.strategy.is_merging:
+            return list(self._context.merge_call(_add_up, args=tuple(operands)))
         return list(self._context.all_reduce(tf.distribute.ReduceOp.SUM, operands))
 
     def reduce_gradients(
@@ -119,6 +129,12 @@ class TensorFlowReplica:
         known = [_weighted(g, weight) for g in gradients if g is not None]
         totals = iter(self.total(known))
         return [None if g is None else next(totals) for g in gradients]
+
+
+def _add_up(strategy: tf.distribute.Strategy, *values: Any) -> Any:
+    """Sums over replicas, in cross-replica context; no gradient is taken of them."""
+    pairs = [(value, value) for value in values]
+    return strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, pairs)
 
 
 def _weighted(gradient: Any, weight: Any) -> Any:

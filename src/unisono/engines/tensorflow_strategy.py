@@ -14,6 +14,8 @@ class MirroredStrategy(tf.distribute.MirroredStrategy):
     def __init__(self, placement: Placement) -> None:
         # Strategies number their collectives alike, and two with one number stop each other.
         self._collective_key_base = 1_000_000 * (len(_strategies) + 1)
+        self.is_merging = placement.kind == "cpu"
+        """Whether replicas meet in cross-replica context to add up, and not in a collective."""
         devices = [f"{placement.kind.upper()}:{i}" for i in placement.indices]
         # Virtual CPU devices share their memory: adding up there needs no collective at all.
         reduction = tf.distribute.ReductionToOneDevice() if placement.kind == "cpu" else None
