@@ -14,6 +14,8 @@ import pytest
 from examples import BACKENDS, blocks, doctests
 
 ROOT = Path(__file__).parent.parent
+ALL_EXAMPLES_S = 900
+pytestmark = pytest.mark.timeout(ALL_EXAMPLES_S + 20)
 BLOCKS = [block for block in blocks(ROOT) if block.language == "python"]
 NAMES = {block.name: block.backends for block in BLOCKS}
 NAMES |= {test.name: BACKENDS for test in doctests()}
@@ -39,7 +41,7 @@ def report_of(backend: str, folder: Path) -> dict:
         env=inherited | ours,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=ALL_EXAMPLES_S,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
