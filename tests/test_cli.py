@@ -123,3 +123,15 @@ def _user() -> str:
     import pwd
 
     return pwd.getpwuid(os.getuid()).pw_name
+
+
+def test_a_backend_that_is_not_installed_is_named(monkeypatch, capsys):
+    from unisono import device_table
+
+    monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
+    monkeypatch.setattr(device_table, "keras_backend", lambda: "tensorflow")
+    found = {"jax": "0.10.2", "tensorflow": None, "torch": None}
+    monkeypatch.setattr(device_table, "backends", lambda: found)
+    assert main(["devices"]) == 0
+    printed = capsys.readouterr().out
+    assert "uses tensorflow here, which is not installed: set KERAS_BACKEND=jax" in printed

@@ -40,7 +40,9 @@ class TestHowMany:
         [cpu] = answer(LIST, STAND_IN_GPUS="0")
         assert (cpu["kind"], cpu["visible_index"], cpu["num_cores"] >= 1) == ("cpu", 0, True)
         assert 0 < cpu["free_bytes"] <= cpu["total_bytes"]
-        assert answer(NOTES, STAND_IN_GPUS="0") == ["No GPU: the NVIDIA driver lists no GPU."]
+        assert answer(NOTES, STAND_IN_GPUS="0") == [
+            "No GPU listed: the NVIDIA driver lists no GPU."
+        ]
 
     def test_one(self, answer):
         assert answer(LIST, STAND_IN_GPUS="1") == [
@@ -87,14 +89,14 @@ class TestTrouble:
         [cpu] = answer(LIST, STAND_IN_GPUS="2", STAND_IN_NO_DRIVER="1")
         assert cpu["kind"] == "cpu"
         assert answer(NOTES, STAND_IN_NO_DRIVER="1") == [
-            "No GPU: the NVIDIA driver does not answer: Driver Not Loaded."
+            "No GPU listed: the NVIDIA driver does not answer: Driver Not Loaded."
         ]
 
     def test_a_binding_that_is_missing(self, answer):
         hidden = "sys.modules.update(pynvml=None) or list_devices().notes"
         assert answer(hidden, STAND_IN_GPUS="2") == [
-            "No GPU: nvidia-ml-py is not installed, so GPUs cannot be listed: "
-            "pip install 'unisono[gpu]'."
+            "No GPU listed: nvidia-ml-py is not installed, which lists them: "
+            "pip install nvidia-ml-py, or unisono with its extra `gpu`."
         ]
 
     def test_a_gpu_that_another_user_holds(self, answer):

@@ -193,8 +193,8 @@ class TestOnAMachineWithGpus:
             (
                 "gpus=[0]",
                 {"STAND_IN_NO_DRIVER": "1"},
-                "Asked for gpus=[0]; found no visible GPU. No GPU: the NVIDIA driver does not "
-                "answer: Driver Not Loaded. Leave gpus= out to work on the CPU, or set "
+                "Asked for gpus=[0]; found no visible GPU. No GPU listed: the NVIDIA driver does "
+                "not answer: Driver Not Loaded. Leave gpus= out to work on the CPU, or set "
                 "UNISONO_SIMULATED_GPUS to rehearse.",
             ),
             (
@@ -284,9 +284,9 @@ class TestOnAMachineWithGpus:
         call = "told(lambda: unisono.configure(gpus='idle'))"
         assert answer(f"[{pretend}, {call}]")[1] == (
             "DeviceError: Asked for gpus='idle'; found no GPU that tells whether it is idle. "
-            "No GPU: nvidia-ml-py is not installed, so GPUs cannot be listed: "
-            "pip install 'unisono[gpu]'. Yet /proc/driver/nvidia shows 3 visible GPU(s). "
-            "Name ids instead."
+            "No GPU listed: nvidia-ml-py is not installed, which lists them: "
+            "pip install nvidia-ml-py, or unisono with its extra `gpu`. "
+            "Yet /proc/driver/nvidia shows 3 visible GPU(s). Name ids instead."
         )
 
     def test_simulated_gpus_are_restricted_too(self, answer):

@@ -74,13 +74,22 @@ def _as_text(listing: Listing, placement: Placement | str) -> str:
     if listing.driver:
         lines.append(f"NVIDIA driver {listing.driver}")
     lines.append(f"Backends: {', '.join(installed)}")
-    lines.append(f"Keras {_version('keras')} uses {keras_backend()} here")
+    lines.append(f"Keras {_version('keras')} uses {_chosen_backend()}")
     if isinstance(placement, Placement):
         noun = "replica" if placement.num_replicas == 1 else "replicas"
         lines.append(f"unisono.parallel(model): {placement.num_replicas} {noun} on {placement}")
     else:
         lines.append(f"unisono.parallel(model) raises: {placement}")
     return "\n".join(lines)
+
+
+def _chosen_backend() -> str:
+    chosen, found = keras_backend(), backends()
+    if found.get(chosen, "other") is not None:
+        return f"{chosen} here"
+    others = [name for name, version in found.items() if version]
+    remedy = f"set KERAS_BACKEND={others[0]}" if others else f"pip install {chosen}"
+    return f"{chosen} here, which is not installed: {remedy}"
 
 
 def _as_json(listing: Listing, placement: Placement | str) -> str:

@@ -43,7 +43,7 @@ def list_devices() -> Listing:
         return Listing(tuple(records), None, (note,), simulated)
     reading = read_nvml()
     if not reading.gpus:
-        notes = [f"No GPU: {reading.reason}."]
+        notes = [f"No GPU listed: {reading.reason}."]
         unlisted = num_gpus()
         if unlisted:
             notes.append(f"Yet /proc/driver/nvidia shows {unlisted} visible GPU(s).")

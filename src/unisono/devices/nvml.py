@@ -44,8 +44,8 @@ def read_nvml() -> Reading:
         import pynvml
     except ImportError:
         return Reading(
-            reason="nvidia-ml-py is not installed, so GPUs cannot be listed: "
-            "pip install 'unisono[gpu]'"
+            reason="nvidia-ml-py is not installed, which lists them: "
+            "pip install nvidia-ml-py, or unisono with its extra `gpu`"
         )
     try:
         pynvml.nvmlInit()

@@ -71,7 +71,7 @@ class JaxEngine:
     ) -> list[Any]:
         raise StrategyError(
             "Asked to spawn processes on JAX, where one process drives all devices. Call the "
-            "function itself; its Strategy uses every replica."
+            "function itself; Strategy(replicas=N) in it takes N."
         )
 
     def device_scope(self, placement: Placement) -> AbstractContextManager[None]:

@@ -81,7 +81,7 @@ class TensorFlowEngine:
     ) -> list[Any]:
         raise StrategyError(
             "Asked to spawn processes on TensorFlow, where one process drives all devices. Call "
-            "the function itself; its Strategy uses every replica."
+            "the function itself; Strategy(replicas=N) in it takes N."
         )
 
     def device_scope(self, placement: Placement) -> AbstractContextManager[None]:
