@@ -1,7 +1,7 @@
 """Variables with a copy on each replica, put in the place of a Keras variable's plain one."""
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any
 
 import keras
@@ -94,7 +94,9 @@ def replace_values(
     if not changed:
         return
     has_moved = any(isinstance(v._value, MirroredVariable) for v, _ in changed.values())
-    others = list(_models_with(changed, owner))
+    # Only layers are shared between models, not their metrics and optimizers.
+    own = {id(v) for v in owner.variables} if owner is not None else changed.keys()
+    others = list(_models_with(own & changed.keys(), owner))
     models = others if owner is None else [owner, *others]
     optimizers = {id(o): o for one in models for o in with_inner(optimizers_of(one))}
     optimizers |= {id(o): o for o in with_inner(more_optimizers)}
@@ -115,8 +117,10 @@ def forget_functions(model: keras.Model) -> None:
     model.predict_function = None
 
 
-def _models_with(variables: dict[int, Any], owner: keras.Model | None) -> Iterator[keras.Model]:
+def _models_with(variables: Set[int], owner: keras.Model | None) -> Iterator[keras.Model]:
     """Other models that share one of these variables. There is no register of models."""
+    if not variables:
+        return
     for other in gc.get_objects():
         is_model = issubclass(type(other), keras.Model) and other is not owner
         if is_model and any(id(variable) in variables for variable in other.variables):
