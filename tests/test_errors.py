@@ -6,12 +6,20 @@ import re
 import pytest
 
 from unisono import errors
-from unisono.errors import DeviceError, ModelError, StartedError, UnisonoError, WorkerError
+from unisono.errors import (
+    DeviceError,
+    ModelError,
+    StartedError,
+    StrategyError,
+    UnisonoError,
+    WorkerError,
+)
 
 TREE = [
     (DeviceError, ValueError),
     (ModelError, TypeError),
     (StartedError, RuntimeError),
+    (StrategyError, RuntimeError),
     (WorkerError, RuntimeError),
 ]
 

@@ -323,8 +323,8 @@ class TestEnd:
         started = []
 
         class Recorded(workers_module.Worker):
-            def __init__(self, *args):
-                super().__init__(*args)
+            def __init__(self, *args, **options):
+                super().__init__(*args, **options)
                 started.append(self)
 
         monkeypatch.setattr(workers_module, "Worker", Recorded)
