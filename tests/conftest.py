@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
-NAMES = ("UNISONO_", "KERAS_", "STAND_IN_", "CUDA_")
+NAMES = ("XLA_", "UNISONO_", "KERAS_", "STAND_IN_", "CUDA_")
 
 
 def build(source: str, library: Path) -> None:
