@@ -15,6 +15,27 @@ def bind(target: Any, name: str, function: Callable[..., Any]) -> None:
     vars(target)[name] = _Hook(function)
 
 
+def bind_in_step(
+    target: Any, name: str, function: Callable[..., Any], current: Callable[[], Any]
+) -> bool:
+    """Call `function(replica, target, plain, ...)` while a replica's step runs, else the class's.
+
+    `current()` is that replica or None. Says whether it was bound: what is bound already stays.
+    """
+    if name in vars(target):
+        return False
+
+    def hooked(*args: Any, **kwargs: Any) -> Any:
+        replica = current()
+        plain = original(target, name)
+        if replica is None:
+            return plain(*args, **kwargs)
+        return function(replica, target, plain, *args, **kwargs)
+
+    bind(target, name, hooked)
+    return True
+
+
 class _Hook:
     """A function of ours on somebody else's object, recognizable when the object is carried."""
 

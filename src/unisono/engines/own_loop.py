@@ -12,7 +12,7 @@ from typing import Any
 import keras
 
 from unisono.engines.batch_norm import batch_norms, synchronize_moments
-from unisono.engines.hooks import bind, original
+from unisono.engines.hooks import bind_in_step
 from unisono.engines.parts import drifting_variables
 from unisono.engines.step import (
     Replica,
@@ -83,17 +83,7 @@ class LoopReplication:
         return apply_gradients(replica, optimizer, plain, grads, variables)
 
     def _hook(self, target: Any, name: str, function: Callable[..., Any]) -> None:
-        if name in vars(target):
-            return
-
-        def hooked(*args: Any, **kwargs: Any) -> Any:
-            replica = self._current()
-            plain = original(target, name)
-            if replica is None:
-                return plain(*args, **kwargs)
-            return function(replica, target, plain, *args, **kwargs)
-
-        bind(target, name, hooked)
+        bind_in_step(target, name, function, self._current)
 
 
 def living_keras_objects() -> tuple[list[Any], list[Any], list[Any]]:

@@ -19,7 +19,7 @@ from unisono.engines.batch_norm import (
     restore_moments,
     synchronize_moments,
 )
-from unisono.engines.hooks import bind, original, unbind
+from unisono.engines.hooks import bind, bind_in_step, original, unbind
 from unisono.engines.parts import (
     drifting_variables,
     is_mean_of_samples,
@@ -101,18 +101,8 @@ class Replication:
     # -- hooks ---------------------------------------------------------------------------------
 
     def _hook(self, target: Any, name: str, function: Callable[..., Any]) -> None:
-        if name in vars(target):
-            return
-
-        def hooked(*args: Any, **kwargs: Any) -> Any:
-            replica = self._current()
-            plain = original(target, name)
-            if replica is None:
-                return plain(*args, **kwargs)
-            return function(replica, target, plain, *args, **kwargs)
-
-        self._hooked.append((target, name))
-        bind(target, name, hooked)
+        if bind_in_step(target, name, function, self._current):
+            self._hooked.append((target, name))
 
     def _call_loss(
         self,
