@@ -8,7 +8,10 @@ import pytest
 from unisono import errors
 from unisono.errors import (
     DeviceError,
+    DisagreementError,
+    LaunchError,
     ModelError,
+    PeerLostError,
     StartedError,
     StrategyError,
     UnisonoError,
@@ -17,10 +20,13 @@ from unisono.errors import (
 
 TREE = [
     (DeviceError, ValueError),
+    (DisagreementError, RuntimeError),
+    (LaunchError, RuntimeError),
     (ModelError, TypeError),
     (StartedError, RuntimeError),
     (StrategyError, RuntimeError),
     (WorkerError, RuntimeError),
+    (PeerLostError, WorkerError),
 ]
 
 

@@ -4,29 +4,39 @@ from unisono.configuration import configure
 from unisono.devices import Device, devices
 from unisono.errors import (
     DeviceError,
+    DisagreementError,
+    LaunchError,
     ModelError,
+    PeerLostError,
     StartedError,
     StrategyError,
     UnisonoError,
     WorkerError,
 )
+from unisono.joining import join as _join
 from unisono.parallel import parallel, release
 from unisono.placement import device, log_placement, where
 from unisono.reserve import reserve as _reserve
 from unisono.spawn import spawn
 from unisono.strategy import Strategy, compute_average_loss, scale_regularization_loss
+from unisono.topology import Topology, topology
 
 __version__ = "0.1.0"
 
+_join()
 _reserve()
 
 __all__ = [
     "Device",
     "DeviceError",
+    "DisagreementError",
+    "LaunchError",
     "ModelError",
+    "PeerLostError",
     "StartedError",
     "Strategy",
     "StrategyError",
+    "Topology",
     "UnisonoError",
     "WorkerError",
     "compute_average_loss",
@@ -38,5 +48,6 @@ __all__ = [
     "release",
     "scale_regularization_loss",
     "spawn",
+    "topology",
     "where",
 ]

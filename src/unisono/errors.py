@@ -1,11 +1,14 @@
 """Every exception that unisono raises.
 
     UnisonoError
-    ├── DeviceError (ValueError)      devices were asked for that are not there
-    ├── ModelError (TypeError)        what was given is not a model we can train
-    ├── StartedError (RuntimeError)   the backend fixed its devices before we were asked
-    ├── StrategyError (RuntimeError)  a part of an own training loop was used where it cannot be
-    └── WorkerError (RuntimeError)    a replica's process died or does not answer
+    ├── DeviceError (ValueError)          devices were asked for that are not there
+    ├── DisagreementError (RuntimeError)  processes of one run do different things
+    ├── LaunchError (RuntimeError)        a run of several processes could not begin
+    ├── ModelError (TypeError)            what was given is not a model we can train
+    ├── StartedError (RuntimeError)       the backend fixed its devices before we were asked
+    ├── StrategyError (RuntimeError)      a part of an own training loop was used where it cannot be
+    └── WorkerError (RuntimeError)        a replica's process died or does not answer
+        └── PeerLostError (WorkerError)   seen from another process, whose work it ended
 
 Each message says what was asked, what was found, and what to do.
 """
@@ -17,6 +20,14 @@ class UnisonoError(Exception):
 
 class DeviceError(UnisonoError, ValueError):
     """Devices were asked for that this machine does not have, or that make no sense."""
+
+
+class DisagreementError(UnisonoError, RuntimeError):
+    """Processes of one run came to the same point with different things to do, or not at all."""
+
+
+class LaunchError(UnisonoError, RuntimeError):
+    """A run of several processes could not begin: its description or its meeting point is wrong."""
 
 
 class ModelError(UnisonoError, TypeError):
@@ -33,3 +44,7 @@ class StrategyError(UnisonoError, RuntimeError):
 
 class WorkerError(UnisonoError, RuntimeError):
     """A replica's process ended or stopped answering."""
+
+
+class PeerLostError(WorkerError):
+    """Another process of the run is gone: an echo of its failure, and not the cause."""

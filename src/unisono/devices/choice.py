@@ -20,18 +20,23 @@ REPLICAS = "UNISONO_REPLICAS"
 class Placement:
     """Where each replica runs: `indices[r]` is replica r's device of this `kind`.
 
-    `is_simulated` marks CPU replicas that answer as GPUs.
+    `is_simulated` marks CPU replicas that answer as GPUs. In a run of several processes the
+    indices are those of this process' own devices, and every process has as many.
     """
 
     kind: str
     indices: tuple[int, ...]
     is_simulated: bool = False
+    num_processes: int = 1
 
     @property
     def num_replicas(self) -> int:
-        return len(self.indices)
+        return len(self.indices) * self.num_processes
 
     def __str__(self) -> str:
+        if self.num_processes > 1:
+            kind = "gpu" if self.is_simulated else self.kind
+            return f"a {kind} in each of {self.num_processes} processes"
         ids = ", ".join(str(i) for i in self.indices)
         if self.is_simulated:
             return f"gpu {ids} (simulated on the cpu)"
@@ -73,7 +78,7 @@ def choose(
     """Decide where replicas run; raises DeviceError when it cannot be done.
 
     >>> choose(replicas=2, gpus=None, num_visible_gpus=0)
-    Placement(kind='cpu', indices=(0, 1), is_simulated=False)
+    Placement(kind='cpu', indices=(0, 1), is_simulated=False, num_processes=1)
     """
     simulated = simulated_gpus()
     available = simulated or num_visible_gpus

@@ -1,0 +1,51 @@
+"""Join the run that this process was started for, on `import unisono`.
+
+Frameworks refuse to join once they have started, and building a model starts them. So the line to
+the other processes is made at once, and the backend's engine joins right after its framework is
+imported, before a program can use it.
+"""
+
+import functools
+import importlib
+import os
+from typing import Any
+
+from unisono.errors import LaunchError
+from unisono.imports import after_import, keras_backend
+from unisono.launch.world import World, current_world, enter
+from unisono.topology import JOINED, topology
+
+SECRET = "UNISONO_SECRET"
+START_TIMEOUT = "UNISONO_START_TIMEOUT"
+_START_TIMEOUT_S = 300.0
+
+
+def join() -> World | None:
+    """Join the run of several processes that this one belongs to, if there is one."""
+    facts = topology()
+    if facts.world_size == 1 or current_world() is not None:
+        return current_world()
+    secret = os.environ.get(SECRET)
+    if facts.coordinator is None or not secret:
+        raise LaunchError(
+            f"This process is rank {facts.rank} of {facts.world_size}, but was not told where the "
+            f"others meet. Start it with `unisono run`, or set UNISONO_COORDINATOR and {SECRET}."
+        )
+    timeout_s = float(os.environ.get(START_TIMEOUT) or _START_TIMEOUT_S)
+    world = World(facts, secret, start_timeout_s=timeout_s)
+    os.environ[JOINED] = str(os.getpid())
+    enter(world)
+    after_import("keras", lambda keras: _seed(keras, world))
+    for framework in ("jax", "tensorflow", "torch"):
+        after_import(framework, functools.partial(_join_backend, framework, world))
+    return world
+
+
+def _seed(keras: Any, world: World) -> None:
+    # Models that the processes build then begin alike, and their data is shuffled alike.
+    keras.utils.set_random_seed(world.seed)
+
+
+def _join_backend(framework: str, world: World, module: Any) -> None:
+    if keras_backend() == framework and world.is_ours:
+        importlib.import_module(f"unisono.engines.{framework}_world").join(world)

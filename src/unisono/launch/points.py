@@ -1,0 +1,162 @@
+"""Who has come to which point of a run, and what they are told: plain state, no sockets.
+
+The processes of a run come to the same points in the same order, each with a topic and a value.
+An `exchange` ends when all have come and gives every value to each; a `follow` gives the first
+rank's value. Different topics, or a process that will never come, are answered to all at once:
+nobody is left waiting.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Answer = dict[str, Any]
+Answers = list[tuple[int, Answer]]
+
+_ADVICE = (
+    "Every process must make the same calls, in the same order and with the same data. A data set "
+    "that differs between processes goes through strategy.distribute_dataset; work for one "
+    "process alone belongs under `if unisono.topology().is_chief:` and may not train or evaluate."
+)
+
+
+@dataclass
+class Point:
+    """One place where processes meet."""
+
+    ranks: tuple[int, ...]
+    kind: str
+    topic: str
+    first: int
+    since: float
+    values: dict[int, Any] = field(default_factory=dict)
+    waiting: set[int] = field(default_factory=set)
+    error: Answer | None = None
+
+    @property
+    def missing(self) -> list[int]:
+        return [rank for rank in self.ranks if rank not in self.values]
+
+    def is_waited_at(self) -> bool:
+        return bool(self.waiting)
+
+
+class Points:
+    """All open points of a run of `size` processes."""
+
+    def __init__(self, size: int) -> None:
+        self._everyone = tuple(range(size))
+        self._open: dict[tuple[tuple[int, ...], int], Point] = {}
+        self._counts: dict[tuple[int, tuple[int, ...]], int] = {}
+        self._gone: dict[int, tuple[str, bool]] = {}
+        self._announced: dict[str, int] = {}
+        self._heard: dict[tuple[int, str], int] = {}
+        self._listening: dict[int, str] = {}
+
+    def arrive(
+        self,
+        rank: int,
+        kind: str,
+        topic: str,
+        value: Any,
+        now: float,
+        ranks: Sequence[int] | None = None,
+    ) -> Answers:
+        """A process comes to its next point; who is to be told what."""
+        members = self._everyone if ranks is None else tuple(ranks)
+        number = self._counts[rank, members] = self._counts.get((rank, members), 0) + 1
+        key = (members, number)
+        if key not in self._open:
+            self._open[key] = Point(members, kind, topic, rank, now)
+        point = self._open[key]
+        point.values[rank] = value
+        point.waiting.add(rank)
+        if (kind, topic) != (point.kind, point.topic):
+            self._fail(point, _different(point, rank, topic), is_lost=False)
+        for missing in point.missing:
+            if missing in self._gone:
+                self._fail(point, *self._absence(missing, point))
+        answers = self._answers(point)
+        if not point.missing:
+            del self._open[key]
+        return answers + self._answers_of_listeners()
+
+    def depart(self, rank: int, how: str, *, is_lost: bool) -> Answers:
+        """A process will come to no further point: it has ended (`how` says it) or is lost."""
+        self._gone[rank] = (how, is_lost)
+        answers: Answers = []
+        for point in self._open.values():
+            if rank in point.missing:
+                self._fail(point, *self._absence(rank, point))
+                answers += self._answers(point)
+        return answers + self._answers_of_listeners()
+
+    def announce(self, topic: str) -> Answers:
+        """The chief has done what others wait for."""
+        self._announced[topic] = self._announced.get(topic, 0) + 1
+        return self._answers_of_listeners()
+
+    def listen(self, rank: int, topic: str) -> Answers:
+        """A process waits for the chief's announcement, or for it to be past it."""
+        self._heard[rank, topic] = self._heard.get((rank, topic), 0) + 1
+        self._listening[rank] = topic
+        return self._answers_of_listeners()
+
+    def waited_at(self, before: float) -> list[Point]:
+        """Points at which a process has waited since before a time."""
+        return [p for p in self._open.values() if p.is_waited_at() and p.since < before]
+
+    def give_up(self, point: Point, reason: str) -> Answers:
+        """End the waiting at a point with a reason."""
+        self._fail(point, reason, is_lost=False)
+        return self._answers(point)
+
+    def _fail(self, point: Point, reason: str, is_lost: bool) -> None:
+        if point.error is None:
+            point.error = {"error": reason, "is_lost": is_lost}
+
+    def _answers(self, point: Point) -> Answers:
+        if point.error is not None:
+            told = [(rank, point.error) for rank in sorted(point.waiting)]
+        elif point.kind == "follow" and point.ranks[0] in point.values:
+            value = point.values[point.ranks[0]]
+            told = [(rank, {"value": value}) for rank in sorted(point.waiting)]
+        elif not point.missing:
+            values = [point.values[rank] for rank in point.ranks]
+            told = [(rank, {"value": values}) for rank in sorted(point.waiting)]
+        else:
+            return []
+        point.waiting.clear()
+        return told
+
+    def _answers_of_listeners(self) -> Answers:
+        told: Answers = []
+        for rank, topic in list(self._listening.items()):
+            is_done = self._announced.get(topic, 0) >= self._heard[rank, topic]
+            if is_done or self._is_chief_past(rank):
+                del self._listening[rank]
+                told.append((rank, {"value": is_done}))
+        return told
+
+    def _is_chief_past(self, rank: int) -> bool:
+        chief, own = (self._counts.get((r, self._everyone), 0) for r in (0, rank))
+        return chief > own or 0 in self._gone
+
+    def _absence(self, rank: int, point: Point) -> tuple[str, bool]:
+        how, is_lost = self._gone[rank]
+        others = sorted(r for r in point.values if r != rank)
+        reason = f"Rank {rank} {how}, while {_named(others)} at “{point.topic}”."
+        return (reason if is_lost else f"{reason} {_ADVICE}"), is_lost
+
+
+def _different(point: Point, rank: int, topic: str) -> str:
+    return (
+        f"Processes of this run disagree: rank {point.first} came to “{point.topic}”, rank {rank} "
+        f"to “{topic}”. {_ADVICE}"
+    )
+
+
+def _named(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} waits for it"
+    return f"ranks {', '.join(map(str, ranks))} wait for it"

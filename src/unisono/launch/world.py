@@ -1,0 +1,186 @@
+"""This process' line to the other processes of its run: who they are, and meeting them.
+
+Joined when unisono is imported, before a framework can start. Tensors never travel here; engines
+use the line to find each other, and to agree on what they are about to do, so that a difference
+between processes is an error that names it and never a collective that waits for ever.
+"""
+
+import atexit
+import base64
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from unisono.errors import DisagreementError, LaunchError, PeerLostError
+from unisono.launch.wire import Frames, Message, greet
+from unisono.topology import Topology
+
+HOST = "UNISONO_HOST"
+_HEARTBEAT_S = 1.0
+_GET_TIMEOUT_S = 300.0
+_RETRY_S = 0.2
+
+
+class World:
+    """The processes of a run, seen from one of them."""
+
+    def __init__(self, topology: Topology, secret: str, *, start_timeout_s: float) -> None:
+        assert topology.coordinator is not None
+        self.topology = topology
+        self.rank = topology.rank
+        self.size = topology.world_size
+        self.is_chief = topology.is_chief
+        self._pid = os.getpid()
+        self._doing = "starting"
+        self._asking = threading.Lock()
+        self._sending = threading.Lock()
+        self._is_left = False
+        self._frames = connect(topology.coordinator, secret, start_timeout_s)
+        self.host = os.environ.get(HOST) or self._frames.socket.getsockname()[0]
+        """The address at which other processes reach this one."""
+        me = {"rank": self.rank, "size": self.size, "pid": self._pid, "host": self.host}
+        answer = self._ask({"role": "rank", **me})
+        if "error" in answer:
+            raise LaunchError(str(answer["error"]))
+        self.seed = int(answer["seed"])
+        """One number drawn for the run, the same in all processes."""
+        threading.Thread(target=self._beat, name="unisono-heartbeat", daemon=True).start()
+        atexit.register(self.leave)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process joined itself: a fork of it is no member of the run."""
+        return os.getpid() == self._pid
+
+    def exchange(self, topic: str, value: Any, ranks: Sequence[int] | None = None) -> list[Any]:
+        """Every process' value, in rank order, once all have come to this topic.
+
+        DisagreementError in all of them when one comes to something else, or ends.
+        """
+        values: list[Any] = self._meet("exchange", topic, value, ranks)
+        return values
+
+    def follow(self, topic: str, value: Any) -> Any:
+        """The chief's value, in every process."""
+        return self._meet("follow", topic, value if self.is_chief else None, None)
+
+    def announce(self, topic: str) -> None:
+        """The chief has done what `wait_for_chief` waits for."""
+        self._send({"do": "announce", "topic": topic})
+
+    def wait_for_chief(self, topic: str) -> bool:
+        """Wait until the chief has announced a topic; False if it went on without doing so."""
+        return bool(self._ask({"do": "listen", "topic": topic}).get("value"))
+
+    def put(self, key: str, value: bytes) -> None:
+        """Leave a value for other processes."""
+        self._ask({"do": "put", "key": key, "value": base64.b64encode(value).decode()})
+
+    def get(self, key: str, timeout_s: float = _GET_TIMEOUT_S) -> bytes:
+        """A value that another process has left, waiting for it; TimeoutError after a while."""
+        answer = self._ask({"do": "get", "key": key, "timeout_s": timeout_s})
+        if "error" in answer:
+            raise TimeoutError(f"{answer['error']} within {timeout_s:g} s")
+        return base64.b64decode(answer["value"])
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number that all processes share; what it is then."""
+        return int(self._ask({"do": "add", "key": key, "amount": amount})["value"])
+
+    def doing(self, what: str) -> None:
+        """Note what this process is doing, for the report if something fails."""
+        self._doing = what
+
+    def leave(self) -> None:
+        """Tell the others that this process comes to no further point."""
+        if self._is_left or not self.is_ours:
+            return
+        self._is_left = True
+        # A request of another thread may be under way for ever: the program ends all the same.
+        if self._asking.acquire(timeout=1.0):
+            self._asking.release()
+            with contextlib.suppress(PeerLostError, OSError):
+                self._frames.socket.settimeout(2.0)
+                self._ask({"do": "leave"})
+
+    def _meet(self, kind: str, topic: str, value: Any, ranks: Sequence[int] | None) -> Any:
+        members = None if ranks is None else list(ranks)
+        self._doing = topic
+        answer = self._ask({"do": kind, "topic": topic, "value": value, "ranks": members})
+        if "error" not in answer:
+            return answer["value"]
+        if answer.get("is_lost"):
+            raise PeerLostError(str(answer["error"]))
+        raise DisagreementError(str(answer["error"]))
+
+    def _ask(self, message: Message) -> Message:
+        with self._asking:
+            try:
+                self._send(message)
+                return self._frames.receive()
+            except (EOFError, OSError) as error:
+                raise PeerLostError(
+                    "The run's meeting point is gone, and with it most likely the launcher or the "
+                    f"first node: {error or 'the connection was closed'}."
+                ) from error
+
+    def _send(self, message: Message) -> None:
+        with self._sending:
+            self._frames.send(message)
+
+    def _beat(self) -> None:
+        while not self._is_left:
+            try:
+                self._send({"do": "alive", "doing": self._doing})
+            except OSError:
+                return
+            time.sleep(_HEARTBEAT_S)
+
+
+def connect(coordinator: str, secret: str, timeout_s: float) -> Frames:
+    """A trusted line to the meeting point, which may not be there yet."""
+    host, _, port = coordinator.rpartition(":")
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            sock = socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s)
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"No answer from the run's meeting point at {coordinator} within "
+                    f"{timeout_s:g} s: {error}. Check that the first node was started, that the "
+                    "address is its own, and that no firewall stands between."
+                ) from error
+            time.sleep(_RETRY_S)
+    frames = Frames(sock)
+    try:
+        greet(frames, secret)
+    except (EOFError, OSError) as error:
+        frames.close()
+        raise LaunchError(
+            f"What listens at {coordinator} is not the meeting point of this run."
+        ) from error
+    except LaunchError:
+        frames.close()
+        raise
+    sock.settimeout(None)
+    return frames
+
+
+_world: World | None = None
+
+
+def current_world() -> World | None:
+    """The run that this process belongs to; None where it is alone."""
+    return _world if _world is not None and _world.is_ours else None
+
+
+def enter(world: World) -> None:
+    """Make a world this process' own."""
+    global _world
+    _world = world
