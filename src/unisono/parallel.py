@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from unisono.data import nearest_divisible
-from unisono.devices import Placement, choose, simulated_gpus
+from unisono.devices import Placement, choose, choose_own, simulated_gpus
 from unisono.engines import Adopted, load_engine
 from unisono.engines.hooks import bind, unbind
 from unisono.errors import ModelError
+from unisono.launch.world import current_world
 
 if TYPE_CHECKING:
     import keras
@@ -23,9 +24,10 @@ def parallel(
     gpus: int | Sequence[int] | None = None,
     sync_batch_norm: bool = True,
 ) -> "keras.Model":
-    """Train a Keras model on several devices of this machine; returns the model itself.
+    """Train a Keras model on several devices; returns the model itself.
 
-    Without arguments every GPU is used, or one replica where there is none. `replicas=4` takes
+    Without arguments every GPU is used, or one replica where there is none. In a run of several
+    processes (`unisono run`) the model of each process is one replica. `replicas=4` takes
     four GPUs, or four CPU replicas on a machine without GPUs; `gpus=[0, 2]` takes those two. The
     batch given to `fit` stays the global batch, and the result is that of one device.
 
@@ -37,7 +39,7 @@ def parallel(
     unisono: ... 2 replicas on cpu 0, 1; global batch 4 = 2 x 2 per replica
     """
     check_model(model)
-    placement = choose(replicas=replicas, gpus=gpus, num_visible_gpus=count_gpus())
+    placement = place(replicas=replicas, gpus=gpus)
     return spread(model, placement, sync_batch_norm=sync_batch_norm)
 
 
@@ -60,6 +62,14 @@ def spread(
     vars(model)[_ADOPTED] = engine.adopt(model, placement, sync_batch_norm=sync_batch_norm)
     _announce_at_first_fit(model, placement, engine.backend)
     return model
+
+
+def place(*, replicas: int | None, gpus: int | Sequence[int] | None) -> Placement:
+    """The devices that a request means: this machine's, or in a run of several this process' own."""
+    world = current_world()
+    if world is None:
+        return choose(replicas=replicas, gpus=gpus, num_visible_gpus=count_gpus())
+    return choose_own(world.topology, replicas=replicas, gpus=gpus, num_visible_gpus=count_gpus())
 
 
 def release(model: "keras.Model") -> "keras.Model":
@@ -110,9 +120,11 @@ def _announce_at_first_fit(model: Any, placement: Placement, backend: str) -> No
         unbind(model, "fit")
         if fit_of_engine is not None:
             bind(model, "fit", fit_of_engine)
-        global_batch = _global_batch(x, batch_size, kwargs.get("steps_per_epoch"))
-        print(_announcement(backend, placement, global_batch), flush=True)
-        _warn_of_batch(global_batch, placement, backend)
+        world = current_world()
+        if world is None or world.is_chief:
+            global_batch = _global_batch(x, batch_size, kwargs.get("steps_per_epoch"))
+            print(_announcement(backend, placement, global_batch), flush=True)
+            _warn_of_batch(global_batch, placement, backend)
         return model.fit(x, y, batch_size, *args, **kwargs)
 
     bind(model, "fit", fit)

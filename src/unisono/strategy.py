@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from unisono.devices import Placement, choose
+from unisono.devices import Placement
 from unisono.engines import OwnLoop, load_engine
 from unisono.errors import StrategyError
-from unisono.parallel import count_gpus, is_parallel, spread
+from unisono.parallel import is_parallel, place, spread
 
 _innermost = threading.local()
 _last: "Strategy | None" = None
@@ -40,8 +40,7 @@ class Strategy:
         replicas: int | None = None,
         sync_batch_norm: bool = True,
     ) -> None:
-        placement = choose(replicas=replicas, gpus=gpus, num_visible_gpus=count_gpus())
-        self._use(placement, sync_batch_norm)
+        self._use(place(replicas=replicas, gpus=gpus), sync_batch_norm)
 
     def _use(self, placement: Placement, sync_batch_norm: bool) -> None:
         import keras

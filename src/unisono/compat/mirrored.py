@@ -6,6 +6,7 @@ from typing import Any
 
 from unisono.devices import Placement
 from unisono.errors import DeviceError
+from unisono.launch.world import current_world
 from unisono.strategy import Strategy
 
 
@@ -21,8 +22,8 @@ class MirroredStrategy(Strategy):
     """
 
     def __init__(self, devices: Sequence[str] | None = None, cross_device_ops: Any = None) -> None:
-        if devices is None:
-            super().__init__()
+        if devices is None or current_world() is not None:
+            super().__init__()  # In a run of several processes, devices are shared out already.
             return
         kind, ids = _parse(devices)
         if kind == "gpu":

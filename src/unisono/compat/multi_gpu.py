@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from unisono.errors import DeviceError
+from unisono.launch.world import current_world
 from unisono.parallel import count_gpus, parallel
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ def multi_gpu_model(
     unisono.errors.DeviceError: For multi-gpu usage to be effective, call `multi_gpu_model` with \
 `gpus >= 2`. Received: `gpus=1`
     """
+    if current_world() is not None:
+        return parallel(model)  # GPUs were shared out when the processes were started.
     if isinstance(gpus, str) or not isinstance(gpus, int | Sequence | None):
         return parallel(model, gpus=gpus)  # Refuses it, and says what to give instead.
     available = count_gpus()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.devices import Placement
 from unisono.errors import DeviceError
+from unisono.launch.world import current_world
 from unisono.parallel import check_model, parallel, spread
 
 if TYPE_CHECKING:
@@ -68,7 +69,9 @@ def compile(
     if context is not None:
         contexts = _contexts(context)
         ids = [one.device_id for one in contexts]
-        if contexts[0].device_type == "gpu":
+        if current_world() is not None:
+            model = parallel(model)  # Devices were shared out when the processes were started.
+        elif contexts[0].device_type == "gpu":
             model = parallel(model, gpus=ids)
         else:
             # Not `replicas=`, which would take GPUs where there are some.

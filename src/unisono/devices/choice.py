@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from unisono.devices.visibility import read_visibility
 from unisono.errors import DeviceError
+from unisono.topology import Topology
 
 SIMULATED_GPUS = "UNISONO_SIMULATED_GPUS"
 REPLICAS = "UNISONO_REPLICAS"
@@ -96,6 +97,49 @@ def choose(
     if simulated:
         return Placement("cpu", ids, is_simulated=True)
     return Placement("gpu" if available else "cpu", ids)
+
+
+def choose_own(
+    facts: Topology,
+    *,
+    replicas: int | None,
+    gpus: int | Sequence[int] | None,
+    num_visible_gpus: int,
+) -> Placement:
+    """The device of this process in a run of several, each of which has one replica.
+
+    >>> choose_own(Topology(1, 2), replicas=2, gpus=None, num_visible_gpus=0)
+    Placement(kind='cpu', indices=(0,), is_simulated=False, num_processes=2)
+    """
+    size = facts.world_size
+    if replicas is not None:
+        check_count("replicas", replicas)
+        if replicas != size:
+            raise DeviceError(
+                f"Asked for replicas={replicas} in a run of {size} processes, each of which is one "
+                f"replica. Leave replicas= out, or start {replicas} processes."
+            )
+    if gpus is not None:
+        count = len(gpus) if isinstance(gpus, Sequence) else gpus
+        if count != facts.local_size:
+            raise DeviceError(
+                f"Asked for gpus={gpus!r} in a run with {facts.local_size} process(es) on this "
+                "node, each of which has one GPU. Leave gpus= out and choose with `unisono run "
+                "--gpus`."
+            )
+    simulated = simulated_gpus()
+    if simulated:
+        return Placement("cpu", (0,), is_simulated=True, num_processes=size)
+    if not num_visible_gpus:
+        return Placement("cpu", (0,), num_processes=size)
+    if 1 < num_visible_gpus < facts.local_size:
+        raise DeviceError(
+            f"This node runs {facts.local_size} processes and shows {num_visible_gpus} GPUs to "
+            "each. Start as many processes as there are GPUs."
+        )
+    # One that a launcher made visible alone, or this process' own among all.
+    index = 0 if num_visible_gpus == 1 else facts.local_rank
+    return Placement("gpu", (index,), num_processes=size)
 
 
 def _default_ids(replicas: int | None, available: int) -> tuple[int, ...]:

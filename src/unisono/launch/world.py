@@ -36,6 +36,9 @@ class World:
         self.is_chief = topology.is_chief
         self._pid = os.getpid()
         self._doing = "starting"
+        self.num_points = 0
+        """How many points all processes have met at: the same everywhere at the same place of the
+        program."""
         self._asking = threading.Lock()
         self._sending = threading.Lock()
         self._is_left = False
@@ -110,6 +113,8 @@ class World:
     def _meet(self, kind: str, topic: str, value: Any, ranks: Sequence[int] | None) -> Any:
         members = None if ranks is None else list(ranks)
         self._doing = topic
+        if ranks is None:
+            self.num_points += 1
         answer = self._ask({"do": kind, "topic": topic, "value": value, "ranks": members})
         if "error" not in answer:
             return answer["value"]

@@ -1,0 +1,131 @@
+"""Arrays given to a model in a run of several processes: each process reads its own rows.
+
+Keras' own adapter says in which order rows are taken: it is asked to iterate the rows' numbers, so
+that batches and shuffles are exactly those of one device. Then only the share of this process is
+gathered. Keras asks one function for its adapters; here ours stands before it.
+"""
+
+import importlib
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import numpy as np
+from keras.src.trainers import data_adapters
+from keras.src.trainers.data_adapters import array_slicing
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+
+from unisono.engines.world_feed import Feed, Share
+
+_serving = threading.local()
+_keras_own: Callable[..., Any] = data_adapters.get_data_adapter
+
+
+class SharedArrays(DataAdapter):
+    """Keras' adapter of arrays, of which one process reads its share."""
+
+    def __init__(self, arrays: ArrayDataAdapter, feed: Feed) -> None:
+        self.arrays = arrays
+        self.feed = feed
+        self.order = ArrayDataAdapter(
+            np.arange(arrays._num_samples), batch_size=arrays._batch_size, shuffle=arrays._shuffle
+        )
+        """The numbers of the rows, in the order that Keras takes them."""
+
+    def get_jax_iterator(self) -> Iterator[Share]:
+        def convert(sliceable: Any, rows: Any) -> Any:
+            return sliceable.convert_to_jax_compatible(sliceable[rows])
+
+        inputs = array_slicing.convert_to_sliceable(self.arrays._inputs, target_backend="jax")
+        for indices in self.order.get_jax_iterator():
+            yield self._share(inputs, np.asarray(indices), convert)
+
+    def get_torch_dataloader(self) -> "_Loader":
+        def convert(sliceable: Any, rows: Any) -> Any:
+            found = sliceable.convert_to_torch_compatible(sliceable[rows])
+            return keras.ops.convert_to_tensor(found)
+
+        inputs = array_slicing.convert_to_sliceable(self.arrays._inputs, target_backend="torch")
+        loader = self.order.get_torch_dataloader()
+        return _Loader(loader, lambda found: self._share(inputs, found.cpu().numpy(), convert))
+
+    def get_tf_dataset(self) -> Any:
+        feed = importlib.import_module("unisono.engines.tensorflow_feed")
+        return feed.share_dataset(self)
+
+    def _share(self, inputs: Any, indices: Any, convert: Callable[[Any, Any], Any]) -> Share:
+        start, stop, is_whole = self.feed.bounds(len(indices))
+        own = indices[start:stop]
+        # In order they are a slice, which reads without copying.
+        rows = own if self.arrays._shuffle else slice(int(own[0]), int(own[-1]) + 1)
+        data = keras.tree.map_structure(
+            lambda sliceable: None if sliceable is None else convert(sliceable, rows), inputs
+        )
+        return Share(data, len(indices), is_whole, zlib.crc32(indices.tobytes()))
+
+    def on_epoch_begin(self) -> None:
+        self.arrays.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        self.arrays.on_epoch_end()
+
+    @property
+    def num_batches(self) -> Any:
+        return self.arrays.num_batches
+
+    @property
+    def batch_size(self) -> Any:
+        return self.arrays.batch_size
+
+    @property
+    def has_partial_batch(self) -> Any:
+        return self.arrays.has_partial_batch
+
+    @property
+    def partial_batch_size(self) -> Any:
+        return self.arrays.partial_batch_size
+
+
+class _Loader:
+    """A loader of row numbers as a loader of rows; it can be iterated again."""
+
+    def __init__(self, loader: Any, convert: Callable[[Any], Share]) -> None:
+        self._loader = loader
+        self._convert = convert
+
+    def __iter__(self) -> Iterator[Share]:
+        return map(self._convert, self._loader)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+
+@contextmanager
+def serving(feed: Feed) -> Iterator[None]:
+    """Have arrays that Keras is given inside shared between the processes."""
+    before = getattr(_serving, "feed", None)
+    _serving.feed = feed
+    data_adapters.get_data_adapter = _get_data_adapter
+    try:
+        yield
+    finally:
+        _serving.feed = before
+
+
+def _get_data_adapter(*args: Any, **kwargs: Any) -> Any:
+    adapter = _keras_own(*args, **kwargs)
+    feed = getattr(_serving, "feed", None)
+    if feed is None or type(adapter) is not ArrayDataAdapter:
+        return adapter
+    return SharedArrays(adapter, feed)
+
+
+def unshared(iterator: Any) -> Iterator[tuple[Any, Any, list[Any]]]:
+    """Keras' epoch iterator with plain data in place of shares, to build a model by."""
+    for begin, end, found in iterator:
+        data = found[0] if isinstance(found, (list, tuple)) else next(found)
+        yield begin, end, [data.data if isinstance(data, Share) else data]

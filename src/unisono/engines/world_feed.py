@@ -1,0 +1,167 @@
+"""What a process of a run feeds its steps: its share of every global batch, agreed on before use.
+
+Arrays are indexed, so a process reads its own rows only, in the order that Keras itself would take
+them. Any other data yields the same global batches in every process, which keeps its rows. Before
+each step the processes meet and compare what they are about to do: a difference is an error of
+all of them, and never a collective in which one is missing.
+"""
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+
+from unisono.data import share_bounds
+from unisono.errors import DisagreementError
+from unisono.launch.world import World
+
+_MOST_BYTES_COMPARED = 1 << 20
+
+
+class Share(NamedTuple):
+    """A process' part of a global batch; Keras' iterators pass it on as they pass tuples."""
+
+    data: Any
+    """This process' rows, or all of them if `is_whole`."""
+    num_rows: int
+    """Rows of the global batch."""
+    is_whole: bool
+    checksum: int
+    """Of the global batch, or of the indices of its rows."""
+
+
+@dataclass
+class _Call:
+    name: str
+    step: int = 0
+
+
+class Feed:
+    """The shares of one model's data in one process.
+
+    `needs_even_shares`: a batch that does not divide by the processes is given whole to each.
+    """
+
+    def __init__(self, world: World, *, needs_even_shares: bool) -> None:
+        self.world = world
+        self._needs_even_shares = needs_even_shares
+        self._calls: list[_Call] = []
+
+    @contextmanager
+    def calling(self, name: str) -> Iterator[None]:
+        """Steps inside belong to a call of this name."""
+        self._calls.append(_Call(name))
+        try:
+            yield
+        finally:
+            self._calls.pop()
+
+    @property
+    def is_calling(self) -> bool:
+        return bool(self._calls)
+
+    def where(self) -> str:
+        """The calls under way, as a reader of an error knows them."""
+        return " > ".join(call.name for call in self._calls) or "a step"
+
+    def bounds(self, num_rows: int) -> tuple[int, int, bool]:
+        """First and past-the-last row of this process, and whether that is the whole batch."""
+        size = self.world.size
+        if num_rows < size or (self._needs_even_shares and num_rows % size):
+            return 0, num_rows, True
+        return *share_bounds(num_rows, size, self.world.rank), False
+
+    def cut(self, batch: Any) -> Share:
+        """This process' share of a global batch that every process has."""
+        if isinstance(batch, Share):
+            return batch
+        num_rows = _num_rows(batch)
+        start, stop, is_whole = self.bounds(num_rows)
+
+        def rows(leaf: Any) -> Any:
+            is_split = not is_whole and _rows_of(leaf) == num_rows
+            return leaf[start:stop] if is_split else leaf
+
+        data = keras.tree.map_structure(rows, batch)
+        return Share(data, num_rows, is_whole, checksum_of(batch))
+
+    def meet(
+        self, share: Share, changed: Sequence[int], describe: Callable[[], list[str]]
+    ) -> list[int]:
+        """Agree on a step with all processes; which variables to take over from the chief.
+
+        `changed` are the variables that this process wrote since its last step, by position among
+        those that `describe` describes.
+        """
+        call = self._calls[-1] if self._calls else _Call("step")
+        call.step += 1
+        topic = f"{self.where()}, step {call.step}"
+        digest = zlib.crc32("\n".join(describe()).encode()) if changed else 0
+        own = [int(share.num_rows), int(share.checksum), list(changed), digest]
+        every = self.world.exchange(topic, own)
+        _check_rows(topic, every)
+        if len({digest for *_, changed, digest in every if changed}) > 1:
+            _refuse_variables(self.world.exchange(f"{topic}: variables", describe()))
+        return sorted({place for _, _, changed, _ in every for place in changed})
+
+
+def _check_rows(topic: str, every: list[list[Any]]) -> None:
+    rows = [num_rows for num_rows, *_ in every]
+    if len(set(rows)) > 1:
+        found = f"global batches of {rows} rows"
+    elif len({checksum for _, checksum, *_ in every}) > 1:
+        found = "different rows"
+    else:
+        return
+    raise DisagreementError(
+        f"The processes came to {topic} with {found} (rank 0 first). Every process must be given "
+        "the same global batches in the same order, of which it takes its share. Give all the "
+        "same data and seed (for a shuffled tf.data.Dataset: shuffle(..., seed=...)); data that "
+        "is split by process already goes through strategy.distribute_dataset in an own loop."
+    )
+
+
+def _refuse_variables(every: list[list[str]]) -> None:
+    for rank, found in enumerate(every[1:], start=1):
+        for i in range(max(len(every[0]), len(found))):
+            first, other = (names[i] if i < len(names) else "none" for names in (every[0], found))
+            if first != other:
+                raise DisagreementError(
+                    f"The processes train different models: variable {i} is {first} on rank 0 and "
+                    f"{other} on rank {rank}. Build the same model in every process."
+                )
+
+
+def checksum_of(batch: Any) -> int:
+    """A checksum of a batch's values; of evenly spread rows where there is very much of it."""
+    total = 0
+    for leaf in keras.tree.flatten(batch):
+        if not _rows_of(leaf):
+            continue
+        num_bytes = int(np.prod(leaf.shape)) * 8
+        step = max(1, min(_rows_of(leaf), num_bytes // _MOST_BYTES_COMPARED))
+        total = zlib.crc32(_bytes_of(leaf[::step] if step > 1 else leaf), total)
+    return total
+
+
+def _bytes_of(rows: Any) -> bytes:
+    try:
+        values = np.asarray(keras.ops.convert_to_numpy(rows))
+    except (TypeError, ValueError, AttributeError, RuntimeError):
+        return b""  # Sparse or ragged: the number of rows is compared, and the dense parts.
+    if values.dtype == object:
+        return repr(values.tolist()).encode()
+    return np.ascontiguousarray(values).tobytes()
+
+
+def _num_rows(batch: Any) -> int:
+    return next((n for n in map(_rows_of, keras.tree.flatten(batch)) if n), 0)
+
+
+def _rows_of(leaf: Any) -> int:
+    shape: Any = getattr(leaf, "shape", ())
+    return int(shape[0]) if len(shape) else 0
