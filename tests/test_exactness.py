@@ -19,7 +19,7 @@ def test_each_failure_becomes_a_visible_cell(tmp_path, capsys):
         ("last", 1e-7, None),
     ]
     assert [cell.failed for cell in cells] == [False, True, True, False]
-    assert "jax x2 good: 1.0e-07" in capsys.readouterr().out
+    assert "JAX 2: good: 1.0e-07" in capsys.readouterr().out
 
 
 def test_a_process_that_never_starts_is_an_error(tmp_path):

@@ -65,7 +65,7 @@ def spread(
 
 
 def place(*, replicas: int | None, gpus: int | Sequence[int] | None) -> Placement:
-    """The devices that a request means: this machine's, or in a run of several this process' own."""
+    """The devices that a request means: this machine's, or this process' own in a run of more."""
     world = current_world()
     if world is None:
         return choose(replicas=replicas, gpus=gpus, num_visible_gpus=count_gpus())

@@ -20,14 +20,16 @@ class Cell:
     group: str
     title: str
     tolerance: float
+    processes: int = 1
+    """Of the run; 1 where one program drives all replicas."""
     deviation: float | None = None
     where: str = ""
     skipped: str | None = None
     error: str | None = None
 
     @property
-    def key(self) -> tuple[str, int, str]:
-        return self.backend, self.replicas, self.case
+    def key(self) -> tuple[str, int, int, str]:
+        return self.backend, self.processes, self.replicas, self.case
 
     @property
     def failed(self) -> bool:

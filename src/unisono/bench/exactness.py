@@ -1,7 +1,8 @@
 """The exactness table: how far parallel training is from plain Keras on one device.
 
     python -m unisono.bench.exactness [--backend jax,torch] [--replicas 2,4] [--cases "batch_norm*"]
-                                      [--json cells.jsonl] [--write docs/exactness.md]
+                                      [--processes 2] [--json cells.jsonl]
+                                      [--write docs/exactness.md]
 
 One process for each backend runs all cases; where a case ends or blocks it, a new one goes on.
 Exits with 1 when a cell is an error or beyond its tolerance.
@@ -20,10 +21,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from unisono.bench.cell import Cell, read_cells, write_cells
-from unisono.bench.table import BACKENDS, explain, render, write_into
+from unisono.bench.table import BACKENDS, column_name, explain, render, write_into
 
 POLL_S = 0.5
 MEASURE = (sys.executable, "-m", "unisono.bench.measure")
+RUN = (sys.executable, "-m", "unisono", "run")
 
 
 def measure_backend(
@@ -42,7 +44,8 @@ def measure_backend(
                 f"The process that measures {backend} {ended} before its first case; its output "
                 "stands above."
             )
-        lost = replace(Cell(**json.loads(now.read_text())), error=ended)
+        lost = Cell(**json.loads(now.read_text()))
+        lost = replace(lost, error=lost.error or ended)
         with out.open("a") as file:
             print(lost.to_line(), file=file)
 
@@ -87,7 +90,7 @@ def end_group(process: "subprocess.Popen[bytes]") -> None:
 
 def report(cells: Sequence[Cell]) -> None:
     for cell in cells:
-        place = f"{cell.backend} x{cell.replicas} {cell.case}"
+        place = f"{column_name(cell.backend, cell.processes, cell.replicas)}: {cell.case}"
         if cell.failed:
             print(f"{place}: FAILED, {explain(cell)}", flush=True)
         else:
@@ -107,6 +110,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--backend", default=",".join(BACKENDS))
     parser.add_argument("--replicas", default="1,2,3,4")
+    parser.add_argument("--processes", type=int, default=1, help="one replica in each of so many")
     parser.add_argument("--cases", default="*", help="patterns of case names or group titles")
     parser.add_argument("--json", type=Path, help="keep cells here, with those of earlier runs")
     parser.add_argument("--write", type=Path, help="write the table into this document")
@@ -118,6 +122,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = parse(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # replicas end too
     command = [*MEASURE, "--replicas", asked.replicas, "--cases", asked.cases]
+    if asked.processes > 1:
+        count = str(asked.processes)
+        command = [*RUN, "--replicas", count, *MEASURE[1:], "--replicas", count]
+        command += ["--cases", asked.cases]
     cells = read_cells(asked.json) if asked.json else []
     with tempfile.TemporaryDirectory(prefix="unisono-exactness-") as folder:
         for backend in asked.backend.split(","):

@@ -2,11 +2,14 @@
 
 `python -m unisono.bench.measure --out cells.jsonl --replicas 2,3 --cases "adam*,masked_gru"`. Cells
 that the file holds already are not measured again, and the one at work is named in a file beside
-it, so that whoever started this process can go on after a crash.
+it, so that whoever started this process can go on after a crash. In a run of several processes each
+measures the same cells and the chief writes; an error ends the run, as the processes may differ
+from then on.
 """
 
 import argparse
 import functools
+import os
 import traceback
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
@@ -20,6 +23,7 @@ from unisono.bench.case import Case, Results, run_case
 from unisono.bench.cases import CASES
 from unisono.bench.cell import Cell, read_cells
 from unisono.bench.compare import largest_deviation
+from unisono.launch.world import current_world
 
 
 def cases_like(patterns: str) -> list[Case]:
@@ -48,7 +52,11 @@ def measure(cells: list[tuple[Case, int]], note: Path) -> Iterator[Cell]:
             found = largest_deviation(reference[case.name], run_case(case, adopt))
         except Exception as exc:
             traceback.print_exc()
-            yield to_cell(case, replicas, error=f"{type(exc).__name__}: {exc}")
+            failed = to_cell(case, replicas, error=f"{type(exc).__name__}: {exc}")
+            if current_world() is not None:
+                note.write_text(failed.to_line())
+                raise SystemExit(1) from exc
+            yield failed
         else:
             yield to_cell(case, replicas, deviation=found.value, where=found.where)
 
@@ -66,6 +74,7 @@ def to_cell(case: Case, replicas: int, **found: Any) -> Cell:
         group=case.group,
         title=case.title,
         tolerance=case.tolerance,
+        processes=unisono.topology().world_size,
         **found,
     )
 
@@ -78,14 +87,18 @@ def main(arguments: list[str] | None = None) -> None:
     asked = parser.parse_args(arguments)
     counts = [int(count) for count in asked.replicas.split(",")]
     done = {found.key for found in read_cells(asked.out)}
+    num_processes = unisono.topology().world_size
     cells = [
         (case, replicas)
         for case in cases_like(asked.cases)
         for replicas in counts
-        if (keras.backend.backend(), replicas, case.name) not in done
+        if (keras.backend.backend(), num_processes, replicas, case.name) not in done
     ]
+    if not unisono.topology().is_chief:
+        asked.out = Path(os.devnull)
+    note = asked.out if asked.out.is_char_device() else asked.out.with_suffix(".now")
     with asked.out.open("a") as out:
-        for found in measure(cells, asked.out.with_suffix(".now")):
+        for found in measure(cells, note):
             print(found.to_line(), file=out, flush=True)
 
 

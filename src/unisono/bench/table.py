@@ -2,8 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from unisono.bench.cell import Cell
+
+Column = tuple[str, int, int]
+"""Backend, processes, replicas."""
 
 MARKER = "<!-- exactness-table -->"
 BACKENDS = {"jax": "JAX", "tensorflow": "TensorFlow", "torch": "torch"}
@@ -25,18 +29,23 @@ def render(cells: Sequence[Cell]) -> str:
     return "\n\n".join([*parts, *notes(cells)]) + "\n"
 
 
-def columns_of(cells: Iterable[Cell]) -> list[tuple[str, int]]:
+def columns_of(cells: Iterable[Cell]) -> list[Column]:
     order = list(BACKENDS)
-    present = {(cell.backend, cell.replicas) for cell in cells}
-    return sorted(present, key=lambda column: (order.index(column[0]), column[1]))
+    present = {(cell.backend, cell.processes, cell.replicas) for cell in cells}
+    return sorted(present, key=lambda column: (order.index(column[0]), *column[1:]))
 
 
-def header(title: str, columns: Sequence[tuple[str, int]]) -> list[str]:
-    names = (f"{BACKENDS[backend]} {replicas}" for backend, replicas in columns)
+def column_name(backend: str, processes: int, replicas: int) -> str:
+    name = f"{BACKENDS[backend]} {replicas}"
+    return name if processes == 1 else f"{name} processes"
+
+
+def header(title: str, columns: Sequence[Column]) -> list[str]:
+    names = (column_name(*column) for column in columns)
     return [f"| {title} | " + " | ".join(names) + " |", "|---|" + "---|" * len(columns)]
 
 
-def summary(cells: Sequence[Cell], columns: Sequence[tuple[str, int]]) -> str:
+def summary(cells: Sequence[Cell], columns: Sequence[Column]) -> str:
     """The largest deviation of each column, one line for each tolerance."""
     lines = header("Largest deviation", columns)
     for tolerance in sorted({cell.tolerance for cell in cells if cell.deviation is not None}):
@@ -47,9 +56,11 @@ def summary(cells: Sequence[Cell], columns: Sequence[tuple[str, int]]) -> str:
     return "\n".join(lines)
 
 
-def largest(cells: Sequence[Cell], tolerance: float, backend: str, replicas: int) -> float | None:
+def largest(cells: Sequence[Cell], tolerance: float, *column: Any) -> float | None:
     alike = (
-        c for c in cells if (c.tolerance, c.backend, c.replicas) == (tolerance, backend, replicas)
+        c
+        for c in cells
+        if (c.tolerance, c.backend, c.processes, c.replicas) == (tolerance, *column)
     )
     return max((c.deviation for c in alike if c.deviation is not None), default=None)
 
