@@ -5,12 +5,14 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from launching import Run, end_all, pids_in
 
 HERE = Path(__file__).parent
 NAMES = ("XLA_", "UNISONO_", "KERAS_", "STAND_IN_", "CUDA_")
@@ -94,3 +96,24 @@ assert not loaded, loaded
         return json.loads(done.stdout)
 
     return run
+
+
+@pytest.fixture
+def run() -> Iterator[Callable[..., Run]]:
+    """`run("--replicas", 2, script)` starts a launcher, which is ended with the test."""
+    started = []
+
+    def start(*words: object, prefix: Sequence[str] = (), **env: str) -> Run:
+        started.append(Run(words, prefix, **env))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """Where processes write their numbers; whoever is left is ended with the test."""
+    yield tmp_path
+    end_all(pids_in(tmp_path))

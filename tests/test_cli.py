@@ -80,7 +80,12 @@ def test_the_report_for_programs(python_with_gpus):
     assert report["cuda_visible_devices"] == "1"
     assert report["keras_backend"] == "jax"
     assert set(report["backends"]) == {"jax", "tensorflow", "torch"}
-    assert report["parallel"] == {"kind": "gpu", "indices": [0], "is_simulated": False}
+    assert report["parallel"] == {
+        "kind": "gpu",
+        "indices": [0],
+        "is_simulated": False,
+        "num_processes": 1,
+    }
 
 
 def test_simulated_gpus_are_marked(capsys, monkeypatch):

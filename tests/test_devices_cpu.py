@@ -82,3 +82,21 @@ def test_a_system_that_tells_nothing(monkeypatch, tmp_path):
     assert cpu.memory_bytes() == (None, None)
     assert cpu.num_cores() >= 1
     assert cpu.cpu_name()
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "count"),
+    [
+        ("0::/\n", {"cgroup/memory.events": "low 0\noom 3\noom_kill 2\n"}, 2),
+        (
+            "4:memory:/job\n",
+            {"cgroup/memory/job/memory.oom_control": "oom_kill_disable 0\noom_kill 5\n"},
+            5,
+        ),
+        ("0::/\n", {"proc/vmstat": "nr_free_pages 9\noom_kill 7\n"}, 7),
+        ("0::/\n", {}, None),
+    ],
+)
+def test_how_often_the_kernel_killed_for_want_of_memory(machine, cgroup, files, count):
+    machine(cgroup, **files)
+    assert cpu.num_memory_kills() == count

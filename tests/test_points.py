@@ -90,3 +90,40 @@ def test_long_waits_are_known_and_can_be_ended():
     assert (sorted(point.waiting), point.missing) == ([0], [1])
     assert points.give_up(point, "too long") == [(0, {"error": "too long", "is_lost": False})]
     assert points.waited_at(before=11.0) == []
+
+
+def test_processes_that_wait_for_each_other_in_different_groups_are_told():
+    points = Points(3)
+    assert points.arrive(0, "exchange", "of two", None, 0.0, [0, 1]) == []
+    answers = points.arrive(1, "exchange", "of all", None, 0.0)
+    assert sorted(rank for rank, _ in answers) == [0, 1]
+    for _, answer in answers:
+        assert "rank 0 waits at “of two”" in answer["error"]
+        assert "rank 1 waits at “of all”" in answer["error"]
+    ((rank, answer),) = points.arrive(2, "exchange", "of all", None, 0.0)
+    assert (rank, "error" in answer) == (2, True)
+
+
+def test_a_circle_of_three_groups():
+    points = Points(3)
+    assert points.arrive(0, "exchange", "a", None, 0.0, [0, 1]) == []
+    assert points.arrive(1, "exchange", "b", None, 0.0, [1, 2]) == []
+    answers = points.arrive(2, "exchange", "c", None, 0.0, [0, 2])
+    assert sorted(rank for rank, _ in answers) == [0, 1, 2]
+
+
+def test_who_waits_in_another_group_is_no_circle():
+    points = Points(3)
+    assert points.arrive(2, "exchange", "of all", None, 0.0) == []
+    assert points.arrive(0, "exchange", "of two", None, 0.0, [0, 1]) == []
+    assert len(points.arrive(1, "exchange", "of two", None, 0.0, [0, 1])) == 2
+    assert points.arrive(0, "exchange", "of all", None, 0.0) == []
+    assert len(points.arrive(1, "exchange", "of all", None, 0.0)) == 3
+
+
+def test_followers_wait_for_the_first_alone():
+    points = Points(3)
+    assert points.arrive(1, "follow", "t", None, 0.0) == []
+    assert points.arrive(2, "exchange", "of two", None, 0.0, [1, 2]) == []
+    assert len(points.arrive(0, "follow", "t", 7, 0.0)) == 2
+    assert len(points.arrive(1, "exchange", "of two", None, 0.0, [1, 2])) == 2

@@ -21,6 +21,7 @@ PUBLIC = {
         "Topology",
         "UnisonoError",
         "WorkerError",
+        "check_replicas",
         "compute_average_loss",
         "configure",
         "device",

@@ -11,10 +11,10 @@ import sys
 from collections.abc import Sequence
 
 import unisono
-from unisono import device_table
+from unisono import device_table, launcher
 from unisono.errors import UnisonoError
 
-_COMMANDS = (device_table,)
+_COMMANDS = (device_table, launcher)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -8,30 +8,41 @@ imported, before a program can use it.
 import functools
 import importlib
 import os
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 from unisono.errors import LaunchError
 from unisono.imports import after_import, keras_backend
+from unisono.launch.plan import START_TIMEOUT
+from unisono.launch.secret import SECRET
 from unisono.launch.world import World, current_world, enter
-from unisono.topology import JOINED, topology
+from unisono.topology import JOINED, settle, topology
 
-SECRET = "UNISONO_SECRET"
-START_TIMEOUT = "UNISONO_START_TIMEOUT"
 _START_TIMEOUT_S = 300.0
 
 
 def join() -> World | None:
     """Join the run of several processes that this one belongs to, if there is one."""
+    if is_command(sys.orig_argv):
+        return None  # A launcher of ours that another one started on each node, say.
     facts = topology()
     if facts.world_size == 1 or current_world() is not None:
         return current_world()
-    secret = os.environ.get(SECRET)
-    if facts.coordinator is None or not secret:
-        raise LaunchError(
-            f"This process is rank {facts.rank} of {facts.world_size}, but was not told where the "
-            f"others meet. Start it with `unisono run`, or set UNISONO_COORDINATOR and {SECRET}."
-        )
     timeout_s = float(os.environ.get(START_TIMEOUT) or _START_TIMEOUT_S)
+    if facts.launcher == "unisono":
+        secret = os.environ.get(SECRET, "")
+        if not facts.coordinator or not secret:
+            raise LaunchError(
+                f"This process is rank {facts.rank} of {facts.world_size}, but was not told where "
+                "the others meet. Start it with `unisono run`, which sets all of its variables."
+            )
+    else:
+        # Only here: a program that runs alone has no use for a server.
+        from unisono.launch.foreign import arrange
+
+        facts, secret = arrange(facts, os.environ, start_timeout_s=timeout_s)
+        settle(facts)
     world = World(facts, secret, start_timeout_s=timeout_s)
     os.environ[JOINED] = str(os.getpid())
     enter(world)
@@ -39,6 +50,23 @@ def join() -> World | None:
     for framework in ("jax", "tensorflow", "torch"):
         after_import(framework, functools.partial(_join_backend, framework, world))
     return world
+
+
+def is_command(words: Sequence[str]) -> bool:
+    """Whether an interpreter's command line runs `unisono` itself, and not a program.
+
+    >>> is_command(["python", "-m", "unisono", "devices"])
+    True
+    """
+    rest = iter(words[1:])
+    for word in rest:
+        if word == "-m":
+            return next(rest, "") == "unisono"
+        if word in ("-W", "-X"):
+            next(rest, "")
+        elif not word.startswith("-"):
+            return os.path.basename(word) == "unisono"
+    return False
 
 
 def _seed(keras: Any, world: World) -> None:

@@ -30,6 +30,17 @@ def memory_bytes() -> tuple[int | None, int | None]:
     return limit, max(0, left if free is None else min(left, free))
 
 
+def num_memory_kills() -> int | None:
+    """How often the kernel has killed for want of memory: here if that is counted, or at all."""
+    for folder in _cgroup_folders("", "memory"):
+        for name in ("memory.events", "memory.oom_control"):
+            facts = dict(line.split() for line in _lines(folder / name))
+            if "oom_kill" in facts:
+                return int(facts["oom_kill"])
+    facts = dict(line.split() for line in _lines(_PROC / "vmstat"))
+    return int(facts["oom_kill"]) if "oom_kill" in facts else None
+
+
 def cpu_name() -> str:
     """The CPU's model, or at least its architecture."""
     for line in _lines(_PROC / "cpuinfo"):

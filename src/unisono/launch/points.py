@@ -2,8 +2,8 @@
 
 The processes of a run come to the same points in the same order, each with a topic and a value.
 An `exchange` ends when all have come and gives every value to each; a `follow` gives the first
-rank's value. Different topics, or a process that will never come, are answered to all at once:
-nobody is left waiting.
+rank's value. Different topics, a process that will never come, and processes that wait for each
+other at points of different groups are answered to all at once: nobody is left waiting.
 """
 
 from collections.abc import Sequence
@@ -39,6 +39,10 @@ class Point:
 
     def is_waited_at(self) -> bool:
         return bool(self.waiting)
+
+    def awaited(self) -> list[int]:
+        """Those without whom nobody here is answered."""
+        return [rank for rank in self.missing if self.kind != "follow" or rank == self.ranks[0]]
 
 
 class Points:
@@ -79,7 +83,7 @@ class Points:
         answers = self._answers(point)
         if not point.missing:
             del self._open[key]
-        return answers + self._answers_of_listeners()
+        return answers + self._answers_of_circle(point) + self._answers_of_listeners()
 
     def depart(self, rank: int, how: str, *, is_lost: bool) -> Answers:
         """A process will come to no further point: it has ended (`how` says it) or is lost."""
@@ -128,6 +132,35 @@ class Points:
             return []
         point.waiting.clear()
         return told
+
+    def _answers_of_circle(self, point: Point) -> Answers:
+        """Processes that wait for each other at different points will do so for ever."""
+        circle = self._circle([(point, -1)])
+        if not circle:
+            return []
+        steps = [f"rank {rank} waits at “{each.topic}”" for each, rank in circle]
+        reason = (
+            f"Processes of this run wait for each other: {', '.join(steps)}, and each of them is "
+            f"awaited at the point of another. {_ADVICE}"
+        )
+        for each, _ in circle:
+            self._fail(each, reason, is_lost=False)
+        return [answer for each, _ in circle for answer in self._answers(each)]
+
+    def _circle(self, path: list[tuple[Point, int]]) -> list[tuple[Point, int]]:
+        """Points from the first of a path back to it, with who waits there for the next."""
+        waiting = {rank: p for p in self._open.values() for rank in p.waiting}
+        for rank in path[-1][0].awaited():
+            other = waiting.get(rank)
+            if other is None:
+                continue
+            if other is path[0][0]:
+                return [(other, rank), *path[1:]]
+            if all(other is not point for point, _ in path):
+                found = self._circle([*path, (other, rank)])
+                if found:
+                    return found
+        return []
 
     def _answers_of_listeners(self) -> Answers:
         told: Answers = []

@@ -112,3 +112,16 @@ def greet(frames: Frames, secret: str) -> None:
             "the same UNISONO_SECRET, or the same file ~/.config/unisono/secret."
         )
     frames.is_trusted = True
+
+
+def answer_greeting(frames: Frames, secret: str) -> None:
+    """The host's side of the proof, for who waits for it; LaunchError where it fails."""
+    ours = challenge()
+    frames.send({"challenge": ours})
+    message = frames.receive()
+    theirs = str(message.get("challenge"))
+    if not is_proof(message.get("proof"), secret, "caller", ours, theirs):
+        frames.send({"error": "secret"})
+        raise LaunchError("A process without the run's secret has called.")
+    frames.is_trusted = True
+    frames.send({"proof": proof(secret, "host", theirs, ours)})

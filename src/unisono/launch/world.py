@@ -110,6 +110,10 @@ class World:
                 self._frames.socket.settimeout(2.0)
                 self._ask({"do": "leave"})
 
+    def abandon(self) -> None:
+        """Go without a word, after a failure: then the others learn that this process is lost."""
+        self._is_left = True
+
     def _meet(self, kind: str, topic: str, value: Any, ranks: Sequence[int] | None) -> Any:
         members = None if ranks is None else list(ranks)
         self._doing = topic

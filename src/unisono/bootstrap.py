@@ -1,0 +1,186 @@
+"""What a process of `unisono run` does before and after the user's program.
+
+Run as a file, by its path: the process is pinned to its cores and tied to its launcher before
+anything that counts cores is imported. Then unisono joins the run and applies the policy for
+memory and threads, and the program runs as `__main__`, just as Python itself would run it. What
+it raises is told to the launcher before the process ends.
+"""
+
+import sys
+
+if __name__ == "__main__" and not sys.flags.safe_path:
+    sys.path.pop(0)  # Our own folder: not a place where the program's imports are to be found.
+
+import builtins
+import contextlib
+import faulthandler
+import importlib.util
+import io
+import json
+import os
+import runpy
+import signal
+import socket
+import threading
+import traceback
+import types
+from importlib.machinery import SourceFileLoader
+from typing import Any
+
+_MOST_CHARACTERS = 100_000
+_ECHOES = {"PeerLost", "PeerLostError"}
+
+
+def main() -> None:
+    line_file, dump_file, dump_signal, cores, *program = sys.argv[1:]
+    if cores != "-":
+        os.sched_setaffinity(0, map(int, cores.split(",")))
+    line = socket.socket(fileno=int(line_file))
+    line.set_inheritable(False)
+    threading.Thread(target=_end_with_launcher, args=(line,), daemon=True).start()
+    _show_stacks_on(int(dump_signal), int(dump_file))
+    try:
+        _join()
+        _run(program)
+    except SystemExit as end:
+        end.__traceback__ = _own_part(end.__traceback__)
+        if code := _code(end):
+            _tell(line, end, code)
+        else:
+            _send(line, {"kind": "ended"})
+        raise
+    except BaseException as error:
+        error.__traceback__ = _own_part(error.__traceback__)
+        code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+        _tell(line, error, code)
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.exit(code)
+    _send(line, {"kind": "ended"})
+
+
+def _end_with_launcher(line: socket.socket) -> None:
+    """Wait for the other end to be closed, which is all that ever happens on it."""
+    with contextlib.suppress(OSError):
+        line.recv(1)
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)  # With all processes that the program has started.
+    os._exit(1)
+
+
+def _show_stacks_on(number: int, file: int) -> None:
+    os.set_inheritable(file, False)
+    faulthandler.enable(file, all_threads=True)
+    faulthandler.register(number, file, all_threads=True)
+
+
+def _join() -> None:
+    if importlib.util.find_spec("unisono") is None:  # The launcher was found in another way.
+        sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    import unisono  # noqa: F401  Joins the run.
+    from unisono.devices import Policy
+    from unisono.engines.settings import apply_policy
+
+    if (policy := Policy.from_environment()) != Policy():
+        apply_policy(policy, Policy())
+
+
+def _run(program: list[str]) -> None:
+    is_module = program[0] == "-m"
+    name = program[1] if is_module else program[0]
+    sys.argv = program[1:] if is_module else program
+    if is_module:
+        _run_module(name, os.getcwd())
+    elif os.path.isdir(name) or not _is_source(name):
+        _run_module("__main__", name)
+    else:
+        _run_file(name)
+
+
+def _run_file(name: str) -> None:
+    path = os.path.abspath(name)
+    if not sys.flags.safe_path:
+        sys.path.insert(0, os.path.dirname(os.path.realpath(name)))
+    loader = SourceFileLoader("__main__", path)
+    module = _new_main()
+    module.__file__ = path
+    module.__loader__ = loader
+    with io.open_code(path) as file:
+        code = loader.source_to_code(file.read(), path)
+    exec(code, vars(module))
+
+
+def _run_module(name: str, folder: str) -> None:
+    if name == "__main__" or not sys.flags.safe_path:
+        sys.path.insert(0, folder)
+    _new_main()
+    # What the interpreter itself calls for `python -m` and for folders.
+    runpy._run_module_as_main(name, alter_argv=name != "__main__")  # type: ignore[attr-defined]
+
+
+def _new_main() -> types.ModuleType:
+    """An empty `__main__`, so that what the program defines can be pickled by its name."""
+    module = types.ModuleType("__main__")
+    vars(module).update(__builtins__=builtins, __cached__=None)
+    sys.modules["__main__"] = module
+    return module
+
+
+def _is_source(name: str) -> bool:
+    """Whether a file is text; else it is an archive with a `__main__.py` in it."""
+    with open(name, "rb") as file:
+        return file.read(4) != b"PK\x03\x04"
+
+
+def _code(end: SystemExit) -> int:
+    if end.code is None:
+        return 0
+    return end.code & 0xFF if isinstance(end.code, int) else 1
+
+
+def _tell(line: socket.socket, error: BaseException, code: int) -> None:
+    """Tell the launcher what ends this process; it then tells the other processes."""
+    world = sys.modules.get("unisono.launch.world")
+    if world is not None and (here := world.current_world()) is not None:
+        here.abandon()
+    text = "".join(traceback.format_exception(error))
+    message = {"kind": _kind(error), "error": type(error).__name__, "code": code}
+    _send(line, {**message, "traceback": text[-_MOST_CHARACTERS:]})
+
+
+def _kind(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return "exit"
+    if _is_echo(error):
+        return "echo"
+    return "disagreement" if _has_name(error, {"DisagreementError"}) else "raised"
+
+
+def _send(line: socket.socket, message: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):  # No launcher any more, and soon no process.
+        line.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _is_echo(error: BaseException) -> bool:
+    """Whether another process' end is what was seen here."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if getattr(seen, "is_echo", False) or _has_name(seen, _ECHOES):
+            return True
+        seen = seen.__cause__
+    return False
+
+
+def _has_name(error: BaseException, names: set[str]) -> bool:
+    return any(kind.__name__ in names for kind in type(error).__mro__)
+
+
+def _own_part(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """A traceback without the frames that only led to the program."""
+    kept = trace
+    while kept is not None and kept.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
+        kept = kept.tb_next
+    return kept or trace
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""Ends the processes of a run whose launcher was killed, whatever they are busy with.
+
+A process watches its launcher itself, from a thread; but while C code holds the interpreter's lock
+no thread of it runs. So a small process stands by, which only reads its input: `+123` names a
+process group to end when the input ends, `-123` takes that back. Run as a file, by its path.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+
+
+class Guard:
+    """The launcher's end of it."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", os.path.abspath(__file__)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            bufsize=0,
+            start_new_session=True,
+        )
+
+    def watch(self, group: int) -> None:
+        self._tell(f"+{group}\n")
+
+    def forget(self, group: int) -> None:
+        self._tell(f"-{group}\n")
+
+    def close(self) -> None:
+        """Let it end; what it still watches is ended with it."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _tell(self, text: str) -> None:
+        assert self._process.stdin is not None
+        # If somebody killed it, the processes' own watch remains.
+        with contextlib.suppress(OSError):
+            self._process.stdin.write(text.encode())
+
+
+def stand_by() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    groups: set[int] = set()
+    for line in sys.stdin:
+        change = groups.add if line[0] == "+" else groups.discard
+        change(int(line[1:]))
+    for group in groups:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(group, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    stand_by()

@@ -1,0 +1,254 @@
+"""The launchers of a run's nodes: they find each other, agree on ranks, and hear of each other.
+
+Node 0's launcher listens at the coordinator's address; each other one calls it, says how many
+processes it brings, and learns which ranks they have. From then on every launcher speaks each
+second, so that a node that is lost is noticed though nothing closes its connection.
+"""
+
+import contextlib
+import dataclasses
+import select
+import socket
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from unisono.errors import LaunchError
+from unisono.launch.wire import Frames, Message, answer_greeting
+from unisono.launch.world import connect
+
+_STRANGER_S = 10.0
+_SEND_S = 3.0
+_POLL_S = 0.1
+_CLOSE_S = 1.0
+
+
+@dataclass(frozen=True)
+class Hello:
+    """What a launcher says of its node."""
+
+    node: int
+    num_nodes: int
+    num_processes: int
+    world_size: int | None
+    """The size of the world where it was asked for one."""
+    host: str
+    """The address at which the node's processes are reached."""
+    name: str
+
+
+class Peer:
+    """Another node's launcher."""
+
+    def __init__(self, frames: Frames, hello: Hello) -> None:
+        self.hello = hello
+        self.last_word = time.monotonic()
+        self.is_gone = False
+        self._frames = frames
+        frames.socket.settimeout(_SEND_S)
+
+    @property
+    def name(self) -> str:
+        return self.hello.name
+
+    def fileno(self) -> int:
+        return self._frames.fileno()
+
+    def send(self, message: Message) -> None:
+        # That it is gone is noticed where its words are read.
+        if not self.is_gone:
+            with contextlib.suppress(OSError):
+                self._frames.send(message)
+
+    def receive(self) -> list[Message]:
+        """What has come; the peer is gone once nothing can come any more."""
+        messages: list[Message] = []
+        while not self.is_gone and select.select([self], [], [], 0)[0]:
+            try:
+                messages += self._frames.receive_available()
+                self.last_word = time.monotonic()
+            except (EOFError, OSError):
+                self.is_gone = True
+                self._frames.close()
+        return messages
+
+    def close(self) -> None:
+        """Hang up, after the other end has read the last word: closing at once may destroy it."""
+        with contextlib.suppress(OSError):
+            self._frames.socket.shutdown(socket.SHUT_WR)
+        deadline = time.monotonic() + _CLOSE_S
+        while not self.is_gone and time.monotonic() < deadline:
+            self.receive()
+            time.sleep(0.01)
+        self.is_gone = True
+        self._frames.close()
+
+
+class Peers:
+    """The other launchers that this one talks to: node 0's with all, the others' with node 0's."""
+
+    def __init__(self, peers: Iterable[Peer] = ()) -> None:
+        self._peers = list(peers)
+
+    def __iter__(self) -> Iterator[Peer]:
+        return iter(self._peers)
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def tell(self, message: Message) -> None:
+        for peer in self._peers:
+            peer.send(message)
+
+    def close(self) -> None:
+        for peer in self._peers:
+            peer.close()
+
+
+class Host:
+    """Node 0's side: gathers the other launchers, and turns away who does not fit."""
+
+    def __init__(self, own: Hello, port: int, secret: str) -> None:
+        family = socket.AF_INET6 if ":" in own.host else socket.AF_INET
+        try:
+            self._listener = socket.create_server((own.host, port), family=family, backlog=128)
+        except OSError as error:
+            raise LaunchError(
+                f"Cannot listen at {own.host}:{port}, the coordinator's address: {error}. Is "
+                "another run there? Choose another port, the same on all nodes."
+            ) from error
+        self._own = own
+        self._secret = secret
+        self._lock = threading.Lock()
+        self._peers: dict[int, Peer] = {}
+        self._is_complete = False
+        threading.Thread(target=self._accept, name="unisono-nodes", daemon=True).start()
+
+    def gather(self, timeout_s: float) -> list[Peer]:
+        """All other nodes' launchers, in order; LaunchError where some do not come."""
+        deadline = time.monotonic() + timeout_s
+        while len(self._present()) < self._own.num_nodes - 1:
+            if time.monotonic() > deadline:
+                raise self._give_up(f"within {timeout_s:g} s")
+            time.sleep(_POLL_S)
+        with self._lock:
+            self._is_complete = True
+            peers = [self._peers[node] for node in sorted(self._peers)]
+        _check_sizes([self._own, *(peer.hello for peer in peers)], peers)
+        return peers
+
+    def close(self) -> None:
+        # Closing alone does not wake a thread that waits in accept().
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _present(self) -> dict[int, Peer]:
+        with self._lock:
+            for node, peer in list(self._peers.items()):
+                peer.receive()
+                if peer.is_gone:  # It may come again.
+                    del self._peers[node]
+            return dict(self._peers)
+
+    def _give_up(self, when: str) -> LaunchError:
+        here = {0, *self._peers}
+        missing = [str(node) for node in range(self._own.num_nodes) if node not in here]
+        reason = (
+            f"Of {self._own.num_nodes} nodes, {', '.join(missing)} did not come to the coordinator "
+            f"{when}. Start the same command on every node, with --node-rank from 0 to "
+            f"{self._own.num_nodes - 1} and this coordinator, and let no firewall stand between."
+        )
+        for peer in self._peers.values():
+            peer.send({"do": "refuse", "reason": reason})
+        return LaunchError(reason)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return
+            # One that says nothing must not keep the others waiting.
+            threading.Thread(target=self._meet, args=(sock,), daemon=True).start()
+
+    def _meet(self, sock: socket.socket) -> None:
+        sock.settimeout(_STRANGER_S)
+        frames = Frames(sock)
+        try:
+            answer_greeting(frames, self._secret)
+            hello = Hello(**frames.receive())
+        except (EOFError, OSError, TypeError, LaunchError):
+            frames.close()
+            return
+        with self._lock:
+            reason = self._refusal(hello)
+            if reason is None:
+                self._peers[hello.node] = Peer(frames, hello)
+                return
+        with contextlib.suppress(OSError):
+            frames.send({"do": "refuse", "reason": reason})
+        frames.close()
+
+    def _refusal(self, hello: Hello) -> str | None:
+        own = self._own
+        if hello.num_nodes != own.num_nodes:
+            return (
+                f"Node {hello.node} ({hello.name}) was started with --nodes {hello.num_nodes}, "
+                f"node 0 ({own.name}) with --nodes {own.num_nodes}. Start all with the same."
+            )
+        if not 0 < hello.node < own.num_nodes:
+            return _outside(hello)
+        if hello.node in self._peers:
+            return _twice(hello, self._peers[hello.node].hello)
+        return "The run has begun without this node." if self._is_complete else None
+
+
+def call_host(coordinator: str, secret: str, hello: Hello, timeout_s: float) -> tuple[Peer, Any]:
+    """The other nodes' side: node 0's launcher, and what it says once all have come."""
+    deadline = time.monotonic() + timeout_s
+    frames = connect(coordinator, secret, timeout_s)
+    frames.send(dataclasses.asdict(hello))
+    peer = Peer(frames, Hello(0, hello.num_nodes, 0, None, coordinator, coordinator))
+    while time.monotonic() < deadline + _SEND_S and not peer.is_gone:
+        for message in peer.receive():
+            if message.get("do") == "welcome":
+                peer.hello = Hello(**message["host"])
+                return peer, message
+            if message.get("do") == "refuse":
+                peer.close()
+                raise LaunchError(str(message["reason"]))
+        time.sleep(_POLL_S)
+    reason = "closed the connection" if peer.is_gone else f"did not begin within {timeout_s:g} s"
+    peer.close()
+    raise LaunchError(f"The launcher of node 0 at {coordinator} {reason}. See what it printed.")
+
+
+def _check_sizes(hellos: Sequence[Hello], peers: Sequence[Peer]) -> None:
+    total = sum(hello.num_processes for hello in hellos)
+    for hello in hellos:
+        if hello.world_size not in (None, total):
+            counts = ", ".join(f"{each.name}: {each.num_processes}" for each in hellos)
+            reason = (
+                f"Node {hello.node} ({hello.name}) was asked for a world of {hello.world_size} "
+                f"processes; the nodes bring {total} ({counts}). Give every node the same numbers."
+            )
+            for peer in peers:
+                peer.send({"do": "refuse", "reason": reason})
+            raise LaunchError(reason)
+
+
+def _twice(hello: Hello, other: Hello) -> str:
+    return (
+        f"Node rank {hello.node} was given twice: to {other.name} and to {hello.name}. Give every "
+        f"node its own, from 0 to {other.num_nodes - 1}."
+    )
+
+
+def _outside(hello: Hello) -> str:
+    return (
+        f"Node rank {hello.node} is outside of this run, whose nodes are 0 to "
+        f"{hello.num_nodes - 1}."
+    )

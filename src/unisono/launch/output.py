@@ -1,0 +1,207 @@
+"""What the processes of a node print: shown, prefixed with their rank, or kept for a failure.
+
+The chief's output is as if it ran alone: its streams are the launcher's own, and where it has to
+be written to a file as well, it still sees a terminal if there is one. One thread carries all of
+it, so that a failure is dealt with even while a terminal does not take more text.
+"""
+
+import collections
+import contextlib
+import os
+import selectors
+import termios
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO
+
+_KEPT_BYTES = 64 * 1024
+_LONGEST_LINE = 64 * 1024
+
+Sink = Callable[[bytes], None]
+Show = Callable[[int, bytes], None]
+
+
+@dataclass(frozen=True)
+class Streams:
+    """What a process is started with; None for the launcher's own stream."""
+
+    stdout: int | None = None
+    stderr: int | None = None
+
+    def close(self) -> None:
+        """Close our copies, once the process has its own."""
+        for file in {self.stdout, self.stderr} - {None}:
+            assert file is not None
+            os.close(file)
+
+
+class Output:
+    """The output of all processes of this node."""
+
+    def __init__(
+        self,
+        *,
+        folder: Path | None = None,
+        is_all_shown: bool = False,
+        show: Show | None = None,
+    ) -> None:
+        """`folder`: where each rank's output is written, as `rank-0.log` and so on; `show`: what
+        takes the output that is shown, with 1 for stdout and 2 for stderr, if not our streams do.
+        """
+        self._folder = folder
+        self._show = show
+        self._is_all_shown = is_all_shown
+        self._kept: dict[int, _Last] = {}
+        self._logs: dict[int, IO[bytes]] = {}
+        self._selector = selectors.DefaultSelector()
+        # Something to select on while no process is there, and to wake the thread by.
+        self._awake, self._wake = os.pipe()
+        self._selector.register(self._awake, selectors.EVENT_READ)
+        self._lock = threading.Lock()
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._carry, name="unisono-output", daemon=True)
+        self._thread.start()
+
+    def open(self, rank: int) -> Streams:
+        """Streams for a process, whose output is dealt with from then on."""
+        last = self._kept[rank] = _Last()
+        sinks: list[Sink] = [last.add]
+        if self._folder is not None:
+            log = self._logs[rank] = open(self._folder / log_name(rank), "wb", buffering=0)  # noqa: SIM115
+            sinks.append(log.write)  # type: ignore[arg-type]
+        if rank == 0 and self._folder is None and self._show is None:
+            return Streams()
+        if rank == 0:
+            return Streams(*(self._add([*sinks, self._shown(n)], self._ends(n)) for n in (1, 2)))
+        if self._is_all_shown:
+            lines = [_Lines(f"[rank {rank}] ", self._shown(number)) for number in (1, 2)]
+            return Streams(*(self._add([*sinks, each.add], os.pipe(), each) for each in lines))
+        both = self._add(sinks, os.pipe())
+        return Streams(both, both)
+
+    def last_output(self, rank: int) -> str:
+        """The end of what a process printed, if it was not shown."""
+        if rank == 0 or self._is_all_shown or rank not in self._kept:
+            return ""
+        return self._kept[rank].text()
+
+    def log_of(self, rank: int) -> str | None:
+        return str(self._folder / log_name(rank)) if self._folder is not None else None
+
+    def close(self, timeout_s: float = 1.0) -> None:
+        """Carry what is left, but wait no longer than that: some process may have inherited it."""
+        self._is_closing = True
+        os.write(self._wake, b".")
+        self._thread.join(timeout_s)
+        if not self._thread.is_alive():
+            for log in self._logs.values():
+                log.close()
+            self._selector.close()
+            os.close(self._awake)
+            os.close(self._wake)
+
+    def _add(self, sinks: list[Sink], ends: tuple[int, int], last: "_Lines | None" = None) -> int:
+        reading, writing = ends
+        with self._lock:
+            self._selector.register(reading, selectors.EVENT_READ, (sinks, last))
+        os.write(self._wake, b".")
+        return writing
+
+    def _shown(self, number: int) -> Sink:
+        return partial(self._show or _write, number)
+
+    def _ends(self, number: int) -> tuple[int, int]:
+        return _like(number) if self._show is None else os.pipe()
+
+    def _carry(self) -> None:
+        while not self._is_closing or len(self._selector.get_map()) > 1:
+            for key, _ in self._selector.select():
+                if key.fd == self._awake:
+                    os.read(key.fd, 4096)
+                else:
+                    self._take(key.fd, *key.data)
+
+    def _take(self, file: int, sinks: list[Sink], last: "_Lines | None") -> None:
+        try:
+            data = os.read(file, 1 << 16)
+        except OSError:  # A pseudo-terminal ends like this.
+            data = b""
+        for sink in sinks:
+            # A reader that has gone, or a full disk, must not end the run.
+            with contextlib.suppress(OSError):
+                if data:
+                    sink(data)
+                elif last is not None:
+                    last.end()
+        if not data:
+            with self._lock:
+                self._selector.unregister(file)
+            os.close(file)
+
+
+def log_name(rank: int) -> str:
+    return f"rank-{rank}.log"
+
+
+class _Last:
+    """The end of a text of any length."""
+
+    def __init__(self) -> None:
+        self._parts: collections.deque[bytes] = collections.deque()
+        self._num_bytes = 0
+
+    def add(self, data: bytes) -> None:
+        self._parts.append(data)
+        self._num_bytes += len(data)
+        while self._num_bytes - len(self._parts[0]) > _KEPT_BYTES:
+            self._num_bytes -= len(self._parts.popleft())
+
+    def text(self) -> str:
+        return b"".join(list(self._parts)).decode(errors="replace")
+
+
+class _Lines:
+    """Writes whole lines, each with a prefix, so that those of two processes do not mix."""
+
+    def __init__(self, prefix: str, write: Sink) -> None:
+        self._prefix = prefix.encode()
+        self._write = write
+        self._begun = b""
+
+    def add(self, data: bytes) -> None:
+        *lines, self._begun = (self._begun + data).split(b"\n")
+        if len(self._begun) > _LONGEST_LINE:
+            lines, self._begun = [*lines, self._begun], b""
+        self._write(b"".join(map(self._prefixed, lines)))
+
+    def end(self) -> None:
+        if self._begun:
+            self._write(self._prefixed(self._begun))
+            self._begun = b""
+
+    def _prefixed(self, line: bytes) -> bytes:
+        # Of a progress bar that writes over itself, the last state is what remains.
+        return self._prefix + line.rstrip(b"\r").rpartition(b"\r")[2] + b"\n"
+
+
+def _write(number: int, data: bytes) -> None:
+    """Write to the launcher's own stdout (1) or stderr (2)."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(number, view) :]
+
+
+def _like(number: int) -> tuple[int, int]:
+    """Two ends of a line that looks to the writer like the launcher's own stream."""
+    if not os.isatty(number):
+        return os.pipe()
+    ours, theirs = os.openpty()
+    with contextlib.suppress(termios.error, OSError):
+        termios.tcsetwinsize(theirs, termios.tcgetwinsize(number))
+    settings = termios.tcgetattr(theirs)
+    settings[1] &= ~termios.OPOST  # The real terminal turns line feeds into new lines.
+    termios.tcsetattr(theirs, termios.TCSANOW, settings)
+    return ours, theirs

@@ -1,0 +1,209 @@
+"""`unisono run`: starts a program as one process per replica, here or on many nodes.
+
+Imports no framework: a launcher that had touched a GPU would hold memory of it.
+"""
+
+import argparse
+import os
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from unisono.devices import Selection, choose, describe, num_gpus, select
+from unisono.launch.hosts import how_to_start, local_names, merge_local, parse_hosts, spread
+from unisono.launch.plan import START_TIMEOUT, TIMEOUT
+from unisono.launch.start import Request, start
+
+_TIMEOUT_S = 600.0
+_START_TIMEOUT_S = 300.0
+
+
+class _UsageError(Exception):
+    """The options contradict each other."""
+
+
+def add_to(commands: Any) -> None:
+    parser = commands.add_parser(
+        "run",
+        help="start a script as one process per replica",
+        usage="unisono run [options] script.py [arguments] | -m module [arguments]",
+        description=__doc__.splitlines()[0],
+        allow_abbrev=False,
+    )
+    _add_devices(parser.add_argument_group("processes of this node"))
+    _add_nodes(parser.add_argument_group("several nodes"))
+    _add_output(parser.add_argument_group("output and time"))
+    parser.add_argument("-m", dest="is_module", action="store_true", help="run a module")
+    # One argument for both: of a script by itself, argparse would take a `--` that follows.
+    parser.add_argument(
+        "program",
+        nargs=argparse.PARSER,
+        metavar="script",
+        help="the script, or the module with -m, and its own arguments",
+    )
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    try:
+        request = request_of(options)
+    except _UsageError as error:
+        options.parser.error(str(error))
+    return start(request)
+
+
+def request_of(options: argparse.Namespace) -> Request:
+    """What was asked for, checked against itself and against this machine."""
+    words = options.program[options.program[0] == "--" :]
+    program = ("-m", *words) if options.is_module else tuple(words)
+    options = _with_hosts(options, program)
+    _check_nodes(options)
+    num_processes, gpus = _devices(options)
+    return Request(
+        program=program,
+        num_processes=num_processes,
+        gpus=gpus,
+        policy=describe(memory=_memory(options.memory), cpu_threads=options.cpu_threads),
+        num_nodes=options.nodes,
+        node=options.node_rank,
+        coordinator=options.coordinator,
+        interface=options.interface,
+        world_size=options.np,
+        log_folder=options.log_dir,
+        is_all_shown=options.show == "all",
+        timeout_s=options.timeout,
+        start_timeout_s=options.start_timeout,
+    )
+
+
+def _add_devices(group: Any) -> None:
+    group.add_argument("--replicas", type=_count, metavar="N", help="how many (default: one a GPU)")
+    group.add_argument("--gpus", metavar="0,1", help="ids of GPUs, or idle, or idle:2")
+    group.add_argument("-np", type=_count, metavar="N", help="how many on all nodes, as horovodrun")
+    group.add_argument("-H", dest="hosts", metavar="a:2,b:2", help="hosts and slots, as horovodrun")
+    group.add_argument("--memory", metavar="grow", help="of each GPU: grow, all, 8GiB or 0.5")
+    group.add_argument("--cpu-threads", type=_count, metavar="N", help="threads of each process")
+
+
+def _add_nodes(group: Any) -> None:
+    group.add_argument("--nodes", type=_count, metavar="K", help="how many (default: 1)")
+    group.add_argument("--node-rank", type=_index, metavar="R", help="this one's number, from 0")
+    group.add_argument("--coordinator", metavar="host:port", help="a free port of node 0")
+    group.add_argument("--interface", metavar="NAME", help="the network interface to use")
+
+
+def _add_output(group: Any) -> None:
+    group.add_argument("--log-dir", type=Path, metavar="D", help="write each rank's output there")
+    group.add_argument(
+        "--show", choices=("all", "chief"), default="chief", help="whose output is shown"
+    )
+    group.add_argument(
+        "--timeout",
+        type=_seconds,
+        metavar="S",
+        default=os.environ.get(TIMEOUT) or _TIMEOUT_S,
+        help=f"end the run when a process keeps others waiting so long (default: {_TIMEOUT_S:g})",
+    )
+    group.add_argument(
+        "--start-timeout",
+        type=_seconds,
+        metavar="S",
+        default=os.environ.get(START_TIMEOUT) or _START_TIMEOUT_S,
+        help=f"how long nodes wait for each other (default: {_START_TIMEOUT_S:g})",
+    )
+
+
+def _with_hosts(options: argparse.Namespace, program: Sequence[str]) -> argparse.Namespace:
+    """The options with what `-np` and `-H` mean for this node."""
+    options = argparse.Namespace(**vars(options))
+    if options.hosts is not None:
+        entries = merge_local(parse_hosts(options.hosts), local_names())
+        entries = spread(entries, options.np)
+        is_here = len(entries) == 1 and entries[0].host in local_names()
+        if options.nodes is None and not is_here:
+            raise _UsageError(
+                f"-H names other hosts. {how_to_start(entries, program, _free_port())}"
+            )
+        if (options.nodes or 1) != len(entries):
+            raise _UsageError(f"--nodes is {options.nodes}, and -H fills {len(entries)} host(s)")
+        here = entries[min(options.node_rank or 0, len(entries) - 1)].slots
+        options.np = sum(entry.slots for entry in entries)
+    elif options.np is not None:
+        here, rest = divmod(options.np, options.nodes or 1)
+        if rest:
+            raise _UsageError(
+                f"-np {options.np} on {options.nodes} nodes is not a whole number each"
+            )
+    else:
+        return options
+    if options.replicas not in (None, here):
+        raise _UsageError(f"--replicas is {options.replicas}, and -np means {here} on this node")
+    options.replicas = here
+    return options
+
+
+def _check_nodes(options: argparse.Namespace) -> None:
+    options.nodes = options.nodes or 1
+    if options.nodes == 1:
+        if options.node_rank or options.coordinator is not None:
+            raise _UsageError("--node-rank and --coordinator need --nodes, the number of all nodes")
+        options.node_rank = 0
+    elif options.node_rank is None or options.coordinator is None:
+        raise _UsageError(
+            "--nodes needs --node-rank (0 on one of them) and --coordinator host:port"
+        )
+    elif options.node_rank >= options.nodes:
+        last = options.nodes - 1
+        raise _UsageError(f"--node-rank {options.node_rank} is outside: nodes are 0 to {last}")
+
+
+def _devices(options: argparse.Namespace) -> tuple[int, Selection | None]:
+    """How many processes, and the GPUs that they have, if any."""
+    if options.gpus is not None:
+        chosen = select(_gpus(options.gpus))
+        if options.replicas not in (None, len(chosen.numbers)):
+            raise _UsageError(
+                f"--gpus {options.gpus} is {len(chosen.numbers)} GPU(s) and one process each, not "
+                f"{options.replicas}: leave one of the two out"
+            )
+        return len(chosen.numbers), chosen
+    placement = choose(replicas=options.replicas, gpus=None, num_visible_gpus=num_gpus())
+    if placement.kind == "cpu" and not placement.is_simulated:
+        return placement.num_replicas, None
+    return placement.num_replicas, select(placement.indices)
+
+
+def _gpus(text: str) -> str | list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    return [int(part) for part in parts] if all(map(str.isdigit, parts)) else text
+
+
+def _memory(text: str | None) -> str | float | None:
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return text
+
+
+def _free_port() -> int:
+    with socket.create_server(("", 0)) as trial:
+        return int(trial.getsockname()[1])
+
+
+def _checked(convert: Callable[[str], Any], is_good: Callable[[Any], bool], what: str) -> Any:
+    def parse(text: str) -> Any:
+        try:
+            value = convert(text)
+        except ValueError:
+            value = None
+        if value is None or not is_good(value):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+        return value
+
+    return parse
+
+
+_count = _checked(int, lambda value: value >= 1, "a whole number of at least 1")
+_index = _checked(int, lambda value: value >= 0, "a whole number from 0")
+_seconds = _checked(float, lambda value: 0 < value < 1e9, "a number of seconds above 0")
