@@ -1,5 +1,6 @@
 """Train a Keras 3 model on many devices with one call, with the result of one device."""
 
+from unisono.checks import check_replicas
 from unisono.configuration import configure
 from unisono.devices import Device, devices
 from unisono.errors import (
@@ -39,6 +40,7 @@ __all__ = [
     "Topology",
     "UnisonoError",
     "WorkerError",
+    "check_replicas",
     "compute_average_loss",
     "configure",
     "device",

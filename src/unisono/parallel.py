@@ -92,6 +92,12 @@ def is_parallel(model: Any) -> bool:
     return _ADOPTED in vars(model)
 
 
+def adopted_as(model: Any) -> Adopted | None:
+    """What an engine keeps of a model that trains on replicas."""
+    adopted: Adopted | None = vars(model).get(_ADOPTED)
+    return adopted
+
+
 def count_gpus() -> int:
     """How many GPUs the chosen Keras backend sees here; simulated ones count."""
     import keras

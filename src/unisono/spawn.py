@@ -1,11 +1,28 @@
-"""Run a function in one fresh process per replica of this machine."""
+"""Run a function in one fresh process per replica of this machine.
 
+The process that asks is none of the replicas, so a notebook or a program with a model of its own
+is left as it is; it only hosts the meeting point of the run, on loopback.
+"""
+
+import os
+import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from unisono.devices import choose
-from unisono.engines import load_engine
-from unisono.parallel import count_gpus
+from unisono.devices import Placement, choose, current_policy, num_gpus, select
+from unisono.devices.cpu import num_cores
+from unisono.errors import StrategyError
+from unisono.imports import keras_backend
+from unisono.launch.answers import collect
+from unisono.launch.meeting import Meeting
+from unisono.launch.network import LOOPBACK, interface_of
+from unisono.launch.plan import START_TIMEOUT, TIMEOUT, Facts, Seat, environment, seats
+from unisono.launch.secret import new_secret
+from unisono.launch.workers import Workers
+from unisono.launch.world import current_world
+
+_TIMEOUT_S = 600.0
+_START_TIMEOUT_S = 300.0
 
 
 def spawn(
@@ -16,19 +33,92 @@ def spawn(
     replicas: int | None = None,
     gpus: int | Sequence[int] | None = None,
 ) -> list[Any]:
-    """Run `function(*args, **kwargs)` on every replica; returns what each returned.
+    """Run `function(*args, **kwargs)` in one process per replica; returns what each returned.
 
-    For own training loops on torch, where a replica is a process. It works from a script without
-    a guard and from a notebook; the first replica's output is shown, an exception on any replica
-    ends all of them and is raised here.
+    What `unisono run` does for a script, for a function: inside it `unisono.parallel`, `Strategy`
+    and `unisono.topology()` know the other processes. It works from a script without a guard and
+    from a notebook; the first replica's output is shown, an exception on any replica ends all of
+    them and is raised here.
 
     >>> spawn(lambda: 1, replicas=0)
     Traceback (most recent call last):
     ...
     unisono.errors.DeviceError: Asked for replicas=0. Give a whole number of at least 1.
     """
-    import keras
+    if current_world() is not None:
+        raise StrategyError(
+            "Asked to spawn processes in one of a run of several processes. Spawn them from a "
+            "program that runs alone."
+        )
+    placement = choose(replicas=replicas, gpus=gpus, num_visible_gpus=num_gpus())
+    task = _pack(function, args, kwargs or {})
+    secret = new_secret()
+    meeting = Meeting(placement.num_replicas, secret, timeout_s=_seconds(TIMEOUT, _TIMEOUT_S))
+    # One seed for all, from this program's own: models that they build then begin alike.
+    meeting.seed = random.randrange(2**31)
+    try:
+        return _run(task, placement, _facts(meeting, secret))
+    finally:
+        meeting.close()
 
-    engine = load_engine(keras.backend.backend())
-    placement = choose(replicas=replicas, gpus=gpus, num_visible_gpus=count_gpus())
-    return engine.spawn(function, args, kwargs or {}, placement)
+
+def _run(task: bytes, placement: Placement, facts: Facts) -> list[Any]:
+    places = _seats(placement)
+    # The search path is not the one that this process was given, but the one it has now.
+    given = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    given["KERAS_BACKEND"] = keras_backend()
+    envs = [environment(seat, facts, rank, given) for rank, seat in enumerate(places)]
+    workers = Workers("unisono.spawned", facts.world_size, [], envs)
+    try:
+        for worker, seat in zip(workers, places, strict=True):
+            worker.channel.send((task, seat.cores))
+        results = collect(workers, "All replicas were ended.")
+        workers.end()
+        return results
+    finally:
+        workers.kill()
+
+
+def _facts(meeting: Meeting, secret: str) -> Facts:
+    return Facts(
+        first_rank=0,
+        world_size=meeting.size,
+        local_size=meeting.size,
+        node=0,
+        num_nodes=1,
+        coordinator=meeting.address,
+        secret=secret,
+        host=LOOPBACK,
+        interface=interface_of(LOOPBACK),
+        timeout_s=_seconds(TIMEOUT, _TIMEOUT_S),
+        start_timeout_s=_seconds(START_TIMEOUT, _START_TIMEOUT_S),
+    )
+
+
+def _seats(placement: Placement) -> list[Seat]:
+    is_on_cpus = placement.kind == "cpu" and not placement.is_simulated
+    return seats(
+        placement.num_replicas,
+        gpus=None if is_on_cpus else select(placement.indices),
+        cores=sorted(os.sched_getaffinity(0)),
+        num_cores=num_cores(),
+        policy=current_policy(),
+        given=os.environ,
+    )
+
+
+def _seconds(name: str, default: float) -> float:
+    return float(os.environ.get(name) or default)
+
+
+def _pack(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
+    try:
+        import cloudpickle  # Here, as `import unisono` is to load nothing that it may not need.
+
+        packed: bytes = cloudpickle.dumps((function, tuple(args), dict(kwargs)))
+    except Exception as error:
+        raise StrategyError(
+            f"Asked to spawn {function!r}, but it or an argument cannot be sent to another "
+            f"process: {error}. Make models, data sets and open files inside the function."
+        ) from error
+    return packed

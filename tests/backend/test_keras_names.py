@@ -173,6 +173,20 @@ def makes_gloo_on_loopback(model: Any) -> bool:
     return len(options._devices) == 1 and options._timeout is not None
 
 
+def calls_a_store_of_python(model: Any) -> bool:
+    import torch.distributed as dist
+
+    calls = []
+
+    class Store(dist.Store):
+        def set(self, key: str, value: Any) -> None:
+            calls.append((key, bytes(value)))
+
+    Store().set("a", b"1")
+    dist.PrefixStore("p", store := Store()).set("b", "2")
+    return calls == [("a", b"1"), ("p/b", b"2")] and isinstance(store, dist.Store)
+
+
 def becomes_functional(model: Any) -> bool:
     class Own(keras.Model):
         pass
@@ -239,6 +253,40 @@ def asks_whether_started(model: Any) -> bool:
     return xla_bridge.backends_are_initialized() is True
 
 
+def keeps_its_run(model: Any) -> bool:
+    import jax
+    from jax._src import distributed
+
+    state = distributed.global_state
+    is_alone = state.client is None and not jax.distributed.is_initialized()
+    return is_alone and (state.process_id, state.num_processes) == (0, 1)
+
+
+def joins_by_hand(model: Any) -> bool:
+    from jax._src.lib import _jax
+
+    words = {
+        _jax.get_distributed_runtime_client: ("heartbeat_timeout", "shutdown_on_destruction"),
+        _jax.get_distributed_runtime_service: ("heartbeat_timeout", "shutdown_timeout"),
+        _jax.make_gloo_tcp_collectives: ("distributed_client", "hostname"),
+    }
+    return all(word in call.__doc__ for call, options in words.items() for word in options)
+
+
+def registers_backends(model: Any) -> bool:
+    from jax._src import xla_bridge
+
+    takes_collectives = takes(xla_bridge.make_cpu_client, "collectives")
+    return takes_collectives and takes(xla_bridge.register_backend_factory, "name", "factory")
+
+
+def slices_batches(model: Any) -> bool:
+    adapters = "keras.src.trainers.data_adapters"
+    adapter = lookup(f"{adapters}.array_data_adapter:ArrayDataAdapter")(X, batch_size=4)
+    unpack = lookup(f"{adapters}.data_adapter_utils:unpack_x_y_sample_weight")
+    return [unpack(batch)[0].shape for batch in adapter.get_jax_iterator()] == [(4, 4), (2, 4)]
+
+
 def knows_whether_it_has_started(model: Any) -> bool:
     from tensorflow.python.eager.context import context
 
@@ -260,11 +308,63 @@ def waits_for_cuda(model: Any) -> bool:
 JAX, TF, TORCH = ("jax",), ("tensorflow",), ("torch",)
 NORM = "keras.layers:BatchNormalization"
 
+
+def takes_gradients_out_of_step(model: Any) -> bool:
+    """Whether a training step gives all its gradients to the optimizer, and what it returns."""
+    calls = []
+
+    def stateless_apply(variables: Any, grads: Any, trainable: Any) -> Any:
+        calls.append(len(grads))
+        return trainable, variables
+
+    state = model._get_jax_state(
+        trainable_variables=True,
+        non_trainable_variables=True,
+        optimizer_variables=True,
+        metrics_variables=True,
+    )
+    vars(model.optimizer)["stateless_apply"] = stateless_apply
+    try:
+        _, (trainable, _, _, _) = model.train_step(state, (X, Y))
+    finally:
+        vars(model.optimizer).pop("stateless_apply")
+    return calls == [len(trainable)] and trainable is state[0]
+
+
+def is_compile_of_base(model: Any) -> bool:
+    """Whether Keras compiles a loaded model where `compile` is that of the class below Model."""
+    owner = next(each for each in type(model).__mro__ if "compile" in vars(each))
+    plain, calls = owner.compile, []
+    owner.compile = lambda self, *args, **kwargs: calls.append(1) or plain(self, *args, **kwargs)
+    try:
+        keras.models.clone_model(model).compile_from_config(model.get_compile_config())
+    finally:
+        owner.compile = plain
+    return bool(calls)
+
+
+def names_velocities(model: Any) -> bool:
+    optimizers = [keras.optimizers.SGD(momentum=0.5), keras.optimizers.RMSprop(momentum=0.5)]
+    for optimizer in optimizers:
+        optimizer.build(model.trainable_variables)
+        velocities = [v for v in optimizer.variables if v.name.endswith("_momentum")]
+        if len(velocities) != len(model.trainable_variables):
+            return False
+    return True
+
+
 TABLE = [
+    Name("_momentum", "horovod", "to correct velocities for a new learning rate", names_velocities),
+    Name(
+        "compile_from_config",
+        "horovod",
+        "to see the models that are loaded with a distributed optimizer",
+        is_compile_of_base,
+    ),
     # -- Keras, on every backend ---------------------------------------------------------------
     Name(
         "_flatten_layers",
-        "batch_norm, parts, torch_engine",
+        "batch_norm, parts, torch_replicas, torch_world_replicas",
         "to find the layers of nested models",
         lambda model: norm_of(model) is model.layers[0].layers[1],
     ),
@@ -299,7 +399,7 @@ TABLE = [
     ),
     Name(
         "_compile_loss",
-        "replication, torch_engine",
+        "replication, torch_replicas",
         "to compute a loss on all rows",
         lambda model: (
             takes(model._compile_loss.call, "y_true", "y_pred", "sample_weight")
@@ -342,7 +442,7 @@ TABLE = [
     ),
     Name(
         "_compile_metrics",
-        "parts, torch_engine",
+        "parts, torch_replicas",
         "to find the metrics that hold state",
         lambda model: [metric.name for metric in model._compile_metrics.metrics] == ["mae"],
     ),
@@ -468,15 +568,55 @@ TABLE = [
     ),
     Name(
         "predict_step",
-        "tensorflow_engine, torch_engine",
+        "tensorflow_engine, torch_replicas, torch_world_replicas",
         "to predict each replica's rows",
         is_read_from_instance("predict_step"),
         ("tensorflow", "torch"),
     ),
     # -- JAX -----------------------------------------------------------------------------------
     Name(
+        "jax._src:distributed",
+        "jax_world",
+        "to join a run whose service lives in a process of its own",
+        keeps_its_run,
+        JAX,
+    ),
+    Name(
+        "jax._src.lib:_jax",
+        "jax_world, jax_service",
+        "as the parts that JAX joins a run by",
+        joins_by_hand,
+        JAX,
+    ),
+    Name(
+        "jax._src.xla_bridge:register_backend_factory",
+        "jax_world",
+        "to have the CPU's collectives listen on one address",
+        registers_backends,
+        JAX,
+    ),
+    Name(
+        "keras.src.trainers.data_adapters.array_data_adapter:ArrayDataAdapter",
+        "jax_world_replicas",
+        "to build a model by a first batch of arrays",
+        slices_batches,
+        JAX,
+    ),
+    Name(
+        "keras.src.trainers.data_adapters.data_adapter_utils:unpack_x_y_sample_weight",
+        "jax_world_replicas",
+        "to take the inputs out of a batch",
+        lambda model: (
+            lookup("keras.src.trainers.data_adapters.data_adapter_utils:unpack_x_y_sample_weight")(
+                (X, Y)
+            )[0]
+            is X
+        ),
+        JAX,
+    ),
+    Name(
         "_get_jax_state",
-        "jax_engine",
+        "jax_engine, jax_world_replicas",
         "to leave the values in the variables while a step runs",
         lambda model: (
             takes(
@@ -492,8 +632,22 @@ TABLE = [
         JAX,
     ),
     Name(
+        "make_train_function",
+        "horovod",
+        "to reduce gradients between two parts of a step",
+        is_read_from_instance("make_train_function"),
+        JAX,
+    ),
+    Name(
+        "stateless_apply",
+        "horovod",
+        "to take the gradients out of a step, by the optimizer that it calls once",
+        takes_gradients_out_of_step,
+        JAX,
+    ),
+    Name(
         "_make_function",
-        "jax_engine",
+        "jax_engine, horovod",
         "to lay each step's data and state out over the devices",
         lambda model: (
             takes(model._make_function, "step_function", "concatenate_outputs")
@@ -712,7 +866,7 @@ TABLE = [
     ),
     Name(
         "_symbolic_build",
-        "tensorflow_engine, torch_engine",
+        "tensorflow_engine, torch_replicas, torch_world_replicas",
         "to know when all variables of a compiled model exist",
         lambda model: takes(model._symbolic_build, "iterator", "data_batch"),
         ("tensorflow", "torch"),
@@ -728,7 +882,7 @@ TABLE = [
     ),
     Name(
         "keras.src.backend.torch.core:get_device",
-        "torch_team, torch_carry",
+        "torch_devices, torch_carry",
         "as the device that Keras puts tensors on",
         lambda model: (
             lookup("keras.src.backend.torch.core:get_device")().split(":")[0] in ("cpu", "cuda")
@@ -789,14 +943,14 @@ TABLE = [
     ),
     Name(
         "_trainable",
-        "torch_engine, torch_replica",
+        "torch_versions, torch_copy, torch_world_replicas",
         "to see what a callback froze",
         lambda model: model.layers[-1].bias._trainable is True,
         TORCH,
     ),
     Name(
         "_version",
-        "torch_engine",
+        "torch_versions",
         "to notice what was written between two steps",
         counts_writes,
         TORCH,
@@ -810,6 +964,13 @@ TABLE = [
             TORCH,
         )
         for part in ("_Options", "_devices", "_timeout")
+    ),
+    Name(
+        "torch.distributed:Store",
+        "torch_store",
+        "to let process groups find each other through the run's own meeting point",
+        calls_a_store_of_python,
+        TORCH,
     ),
 ]
 
@@ -832,9 +993,15 @@ def test_name_is_as_the_engines_expect(entry, model):
 def test_the_table_is_complete():
     """Private names in the engines' sources are our own, or in the table."""
     package = Path(unisono.__file__).parent
-    sources = [*package.glob("engines/*.py"), package / "parallel.py"]
-    trees = {path.stem: ast.parse(path.read_text(encoding="utf-8")) for path in sources}
-    own = {name for tree in trees.values() for name in own_names(tree)} | {"_unisono", "_exit"}
+    rooms = ("engines", "horovod")
+    sources = [path for room in rooms for path in package.glob(f"{room}/*.py")]
+    sources.append(package / "parallel.py")
+    trees = {
+        f"{path.parent.name}.{path.stem}": ast.parse(path.read_text(encoding="utf-8"))
+        for path in sources
+    }
+    own = {name for tree in trees.values() for name in own_names(tree)}
+    own |= {"_unisono", "_unisono_horovod", "_exit"}
     known = {entry.name for entry in TABLE}
     unknown = {
         f"{name} in {stem}"

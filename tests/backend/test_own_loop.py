@@ -1,7 +1,6 @@
 """A loop that the user writes gives on several replicas what it gives on one device."""
 
 import functools
-import threading
 
 import keras
 import numpy as np
@@ -81,21 +80,6 @@ def test_spawned_replicas_join_and_show_the_first_ones_output(capfd):
     expected = (3, 90.0, 9.0, [2.0 * i for i in range(10)])
     assert unisono.spawn(joined, replicas=3) == [expected] * 3
     assert capfd.readouterr().out.count("printed by a replica") == 1
-
-
-def fails_on_the_second(marker):
-    strategy = unisono.Strategy()
-    own = next(iter(strategy.distribute_dataset([np.arange(2, dtype="float32")])))
-    if float(own[0]) == 1:
-        raise LookupError(marker)
-    strategy.reduce("sum", own)
-
-
-@only_torch
-def test_an_exception_in_a_spawned_process_is_raised_here():
-    with pytest.raises(LookupError, match="a marker") as caught:
-        unisono.spawn(fails_on_the_second, ("a marker",), replicas=2)
-    assert "Raised in replica 1" in "".join(caught.value.__notes__)
 
 
 def starts_apart():
@@ -202,15 +186,3 @@ def test_a_loop_in_a_plain_process_says_how_to_start_it():
         list(strategy.distribute_dataset([np.ones(4)]))
     with pytest.raises(unisono.StrategyError, match=r"unisono\.spawn"):
         strategy.run(lambda: 1.0)
-
-
-@only_torch
-def test_what_cannot_be_sent_to_another_process():
-    with pytest.raises(unisono.StrategyError, match="cannot be sent"):
-        unisono.spawn(print, (threading.Lock(),), replicas=2)
-
-
-@on_one_process
-def test_where_one_process_drives_all_devices_nothing_is_spawned():
-    with pytest.raises(unisono.StrategyError, match="Call the function itself"):
-        unisono.spawn(print, replicas=2)

@@ -23,6 +23,12 @@ class Adopted(Protocol):
     def release(self) -> None:
         """Give the model back to plain Keras, with its present values."""
 
+    def variable_names(self) -> list[str]:
+        """The variables that replicas must agree on, for `checksums`."""
+
+    def checksums(self) -> list[list[int]]:
+        """A checksum of each of those variables, for each replica of this process."""
+
 
 class OwnLoop(Protocol):
     """What a user's own training loop needs of a backend.
@@ -84,15 +90,6 @@ class Engine(Protocol):
 
     def own_loop(self, placement: Placement) -> OwnLoop:
         """What a user's own training loop runs by."""
-
-    def spawn(
-        self,
-        function: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        placement: Placement,
-    ) -> list[Any]:
-        """Run a function in one process per replica; what each returned."""
 
     def device_scope(self, placement: Placement) -> AbstractContextManager[None]:
         """Put what Keras computes and creates inside the scope on the one device of a placement."""

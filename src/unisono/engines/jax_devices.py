@@ -25,7 +25,7 @@ _num_cpu_devices_set_by_us = 0
 
 
 def devices_of(placement: Placement) -> list[Any]:
-    every = jax.devices() if placement.kind == "gpu" else jax.devices("cpu")
+    every = jax.local_devices(backend=None if placement.kind == "gpu" else "cpu")
     return [every[i] for i in placement.indices]
 
 
@@ -38,10 +38,16 @@ def ensure_cpu_devices(count: int) -> None:
             jax.config.update("jax_num_cpu_devices", count)
             _num_cpu_devices_set_by_us = count
         return
-    found = len(jax.devices("cpu"))
+    found = len(jax.local_devices(backend="cpu"))
     if found >= count:
         return
     _refuse_if_fixed(count)
+    if jax.process_count() > 1:
+        raise StartedError(
+            f"Asked for {count} CPU devices in a run of {jax.process_count()} processes, each of "
+            f"which has {found}. Set jax_num_cpu_devices to {count} before JAX starts, or use the "
+            "ones there are."
+        )
     if jax.default_backend() != "cpu":
         raise StartedError(
             f"Asked for {count} CPU replicas; JAX has started on {jax.default_backend()} with "
@@ -60,7 +66,7 @@ def _refuse_if_fixed(count: int) -> None:
             f"Set it to {count} or more, or remove that line and let unisono choose."
         )
     if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
-        found = len(jax.devices("cpu"))
+        found = len(jax.local_devices(backend="cpu"))
         if found < count:
             raise StartedError(
                 f"Asked for {count} CPU replicas; XLA_FLAGS fixes JAX to {found} CPU device(s). "
@@ -80,7 +86,7 @@ def _restart_cpu_backend(count: int) -> None:
     jax.config.update("jax_num_cpu_devices", count)
     for variable, (value, index) in zip(variables, values, strict=True):
         # A default and not a target: the value must stay free to meet those of other devices.
-        with jax.default_device(jax.devices("cpu")[index]):
+        with jax.default_device(jax.local_devices(backend="cpu")[index]):
             variable._value = jax.numpy.asarray(value)
     for replicas in list(adopted):
         replicas.move_to_new_devices()

@@ -15,31 +15,24 @@ import keras
 import numpy as np
 
 from unisono.devices import Placement
-from unisono.engines.batch_norm import batch_norms, group_statistics, ungroup_statistics
+from unisono.engines.checksums import checksum, compared_variables, names_of
 from unisono.engines.hooks import bind, original, unbind
 from unisono.engines.interrupts import interrupts_held_back
+from unisono.engines.jax_collectives import JaxCollectives
 from unisono.engines.jax_devices import adopted, ensure_cpu_devices
+from unisono.engines.jax_functions import bind_makers, rebuild_functions, unbind_makers
 from unisono.engines.jax_loop import JaxLoop
 from unisono.engines.jax_mesh import ReplicaMesh
 from unisono.engines.jax_placement import CANNOT_LOG, device_scope, locate
+from unisono.engines.jax_state import KnownValues, StepState
+from unisono.engines.jax_world_loop import JaxWorldLoop
+from unisono.engines.jax_world_replicas import JaxWorldReplicas
 from unisono.engines.parts import optimizers_of
 from unisono.errors import StrategyError
 from unisono.locations import Location
 
 _STEPS = ("train_step", "test_step")
-_MAKERS = ("make_train_function", "make_test_function", "make_predict_function")
 _STATE = ("_make_function", "_get_jax_state", "jax_state_sync")
-# The state that Keras passes through a step, told apart by its length: predict, test, train.
-_PARTS = {
-    2: ("trainable_variables", "non_trainable_variables"),
-    3: ("trainable_variables", "non_trainable_variables", "metrics_variables"),
-    4: (
-        "trainable_variables",
-        "non_trainable_variables",
-        "optimizer_variables",
-        "metrics_variables",
-    ),
-}
 
 
 class JaxEngine:
@@ -51,16 +44,21 @@ class JaxEngine:
         return 0 if jax.default_backend() == "cpu" else jax.local_device_count()
 
     def prepare(self, placement: Placement) -> None:
-        if placement.kind == "cpu":
+        if placement.kind == "cpu" and placement.num_processes == 1:
             ensure_cpu_devices(max(placement.indices) + 1)
 
     def adopt(
         self, model: keras.Model, placement: Placement, *, sync_batch_norm: bool
-    ) -> "JaxReplicas":
+    ) -> "JaxReplicas | JaxWorldReplicas":
+        if placement.num_processes > 1:
+            return JaxWorldReplicas(model, placement, sync_batch_norm=sync_batch_norm)
         return JaxReplicas(model, placement, sync_batch_norm=sync_batch_norm)
 
-    def own_loop(self, placement: Placement) -> JaxLoop:
-        return JaxLoop(placement)
+    def own_loop(self, placement: Placement) -> JaxLoop | JaxWorldLoop:
+        return JaxLoop(placement) if placement.num_processes == 1 else JaxWorldLoop(placement)
+
+    def collectives(self, ranks: Sequence[int] | None = None) -> JaxCollectives:
+        return JaxCollectives(ranks)
 
     def spawn(
         self,
@@ -91,43 +89,44 @@ class JaxReplicas:
         self.placement = placement
         self.sync_batch_norm = sync_batch_norm
         self._model = model
-        self._variables: tuple[list[Any], ...] = ()
-        self._published: list[list[Any]] = []
         self._use_mesh()
         for name in _STEPS:
             bind(model, name, self._replicated_step(name))
-        for name in _MAKERS:
-            bind(model, name, self._maker(name))
+        bind_makers(model, 1 if sync_batch_norm else placement.num_replicas)
         bind(model, "_make_function", self._make_function)
-        bind(model, "_get_jax_state", self._get_state)
-        bind(model, "jax_state_sync", self._sync_state)
+        bind(model, "_get_jax_state", lambda **parts: self._state.get(**parts))
+        bind(model, "jax_state_sync", lambda: self._state.sync())
         self._place_variables()
-        self.rebuild_functions()
+        rebuild_functions(self._model)
         adopted.add(self)
 
     def release(self) -> None:
-        unbind(self._model, *_STEPS, *_MAKERS, *_STATE)
-        for layer in batch_norms(self._model):
-            ungroup_statistics(layer)
+        unbind(self._model, *_STEPS, *_STATE)
+        unbind_makers(self._model)
         for variable in self._own_variables():
             variable._value = jax.numpy.asarray(np.asarray(variable._value))
-        self.rebuild_functions()
+        rebuild_functions(self._model)
         adopted.discard(self)
 
-    def rebuild_functions(self) -> None:
-        """Forget compiled steps, so that the next call traces them for these devices."""
-        self._model.train_function = None
-        self._model.test_function = None
-        self._model.predict_function = None
+    def variable_names(self) -> list[str]:
+        return names_of(self._model)
+
+    def checksums(self) -> list[list[int]]:
+        variables = compared_variables(self._model)
+        shards = [variable._value.addressable_shards for variable in variables]
+        count = self.placement.num_replicas
+        # A value that was just assigned lies on one device, until the next step.
+        return [[checksum(parts[r % len(parts)].data) for parts in shards] for r in range(count)]
 
     def move_to_new_devices(self) -> None:
         """Take up the devices of a restarted backend under the same indices."""
         self._use_mesh()
         self._place_variables()
-        self.rebuild_functions()
+        rebuild_functions(self._model)
 
     def _use_mesh(self) -> None:
         self._mesh = ReplicaMesh(self.placement)
+        self._state = StepState(self._model, self._mesh, KnownValues())
 
     def _place_variables(self) -> None:
         """Show from the start where the values live; a step would move them anyway."""
@@ -152,72 +151,18 @@ class JaxReplicas:
 
         return step
 
-    def _maker(self, name: str) -> Callable[..., Any]:
-        attribute = name.removeprefix("make_")
-
-        def make(force: bool = False) -> Any:
-            if getattr(self._model, attribute) is None or force:
-                self._set_batch_norms()
-            return original(self._model, name)(force=force)
-
-        return make
-
     def _make_function(self, step: Callable[..., Any], **options: Any) -> Any:
         return original(self._model, "_make_function")(self._placed(step), **options)
 
-    def _set_batch_norms(self) -> None:
-        for layer in batch_norms(self._model):
-            groups = 1 if self.sync_batch_norm else self.placement.num_replicas
-            group_statistics(layer, groups)
-
     def _placed(self, step: Callable[..., Any]) -> Callable[..., Any]:
         def run(state: Any, data: Any) -> Any:
-            if len(state) != len(self._variables):
-                # A callback's own evaluate or predict has failed in between.
-                self._list_variables(_PARTS[len(state)])
             # The variables, not `state`, are the truth: a callback may have written to a layer.
             # They are written at each step, as this one frees the values that they had before.
-            before, data = self._state_of_variables(), self._mesh.place(data)
+            self._state.list_like(state)
+            before, data = self._state.take(), self._mesh.place(data)
             with interrupts_held_back():
                 outputs, state = step(before, data)
-                self._publish(state)
+                self._state.publish(state)
             return outputs, state
 
         return run
-
-    def _get_state(self, *, purge_model_variables: bool = False, **parts: bool) -> tuple[Any, ...]:
-        """As Keras' own, but the values stay in the variables, where callbacks can read them."""
-        self._list_variables([part for part in _PARTS[4] if parts.get(part)])
-        return self._state_of_variables()
-
-    def _sync_state(self) -> None:
-        # The variables are never behind, and what a callback wrote to one must not be undone.
-        self._model._jax_state_synced = True
-
-    def _list_variables(self, parts: Sequence[str]) -> None:
-        model = self._model
-        lists = {
-            "trainable_variables": lambda: model.trainable_variables,
-            "non_trainable_variables": lambda: model.non_trainable_variables,
-            "optimizer_variables": lambda: model.optimizer.variables,
-            "metrics_variables": lambda: model.metrics_variables,
-        }
-        variables = tuple(list(lists[part]()) for part in parts)
-        if [list(map(id, v)) for v in variables] != [list(map(id, v)) for v in self._variables]:
-            self._variables = variables
-            self._published = [[None] * len(part) for part in variables]
-
-    def _state_of_variables(self) -> tuple[Any, ...]:
-        for variables, published in zip(self._variables, self._published, strict=True):
-            for i, variable in enumerate(variables):
-                if variable._value is not published[i]:
-                    published[i] = variable._value = jax.device_put(
-                        variable._value, self._mesh.replicated
-                    )
-        return tuple(list(published) for published in self._published)
-
-    def _publish(self, state: Sequence[Sequence[Any]]) -> None:
-        self._published = [list(values) for values in state]
-        for variables, values in zip(self._variables, self._published, strict=True):
-            for variable, value in zip(variables, values, strict=True):
-                variable._value = value

@@ -36,3 +36,11 @@ class ReplicaMesh:
             return jax.device_put(leaf, self.split if is_split else self.replicated)
 
         return keras.tree.map_structure(put, batch)
+
+    def put(self, value: Any) -> Any:
+        """A value of a variable as a step takes it."""
+        return jax.device_put(value, self.replicated)
+
+    def shown(self, array: Any) -> Any:
+        """What a step returned, as a variable holds it."""
+        return array

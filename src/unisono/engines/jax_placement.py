@@ -45,7 +45,7 @@ def locate(value: Any) -> Location | None:
 
 def _prepare(index: int) -> None:
     """Have this CPU device; all that may be asked for at once, as each restart costs."""
-    if index == 0 or (has_started() and len(jax.devices("cpu")) > index):
+    if index == 0 or (has_started() and len(jax.local_devices(backend="cpu")) > index):
         return
     try:
         ensure_cpu_devices(max(num_reserved(), index + 1))

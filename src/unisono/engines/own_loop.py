@@ -37,7 +37,7 @@ class LoopReplication:
         self._check_first = check_first
         self._checked: dict[int, Any] = {}
         self._metrics: dict[int, Any] = {}
-        self._drifting: dict[int, Any] = {}
+        self._models: dict[int, Any] = {}
 
     def take(
         self, models: Iterable[Any], optimizers: Iterable[Any], metrics: Iterable[Any]
@@ -51,22 +51,31 @@ class LoopReplication:
             self._hook(metric, "update_state", update_metric)
             self._hook(metric, "result", _result_of_all)
         for model in models:
+            self._models[id(model)] = model
             for layer in batch_norms(model):
                 synchronize_moments(layer, self._current)
-            for variable in drifting_variables(model, sync_batch_norm=True):
-                self._drifting[id(variable)] = variable
 
     def start(self, replica: Replica) -> None:
+        replica.state.reduces_updated_only = True
         start_metrics(self._metrics.values(), replica.state)
 
     def finish(self, replica: Replica) -> None:
         """Make metrics and drifting state those of all rows."""
         reduce_metrics(replica)
-        drifting = list(self._drifting.values())
-        if drifting and replica.state.has_trained:
+        drifting = self._drifting_in(replica) if replica.state.has_trained else []
+        if drifting:
             means = replica.total([v.value * replica.share for v in drifting])
             for variable, mean in zip(drifting, means, strict=True):
                 variable.assign(mean)
+
+    def _drifting_in(self, replica: Replica) -> list[Any]:
+        """Of the models that the step has trained, in an order that all replicas share."""
+        found = {}
+        for model in self._models.values():
+            if any(id(variable) in replica.state.trained for variable in model.variables):
+                for variable in drifting_variables(model, sync_batch_norm=True):
+                    found[id(variable)] = variable
+        return sorted(found.values(), key=lambda variable: str(variable.path))
 
     def _apply_gradients(
         self,

@@ -29,6 +29,11 @@ class StepState:
     values_before: list[Any] = field(default_factory=list)
     replicated_metrics: set[int] = field(default_factory=set)
     """Ids of metrics that were given global values, so that all replicas agree on them."""
+    updated_metrics: dict[int, int] = field(default_factory=dict)
+    """Ids of metrics that this step updated, each with its place in their order."""
+    reduces_updated_only: bool = False
+    """Whether metrics that the step does not use may differ between replicas: in an own loop they
+    are found by a search through the process, which knows neither order nor meaning."""
     is_reduced: bool = True
     weighted_optimizers: set[int] = field(default_factory=set)
     """Ids of optimizers whose loss has been weighted by share already, in `scale_loss`."""
@@ -38,6 +43,8 @@ class StepState:
     parts_of_sums: dict[int, Any] = field(default_factory=dict)
     """Such losses by id, kept alive."""
     has_trained: bool = False
+    trained: set[int] = field(default_factory=set)
+    """Ids of the variables that optimizers of this step have updated."""
 
     @property
     def is_weighted(self) -> bool:
@@ -84,6 +91,8 @@ def update_metric(
     replica: Replica, metric: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     replicated = replica.state.replicated_metrics
+    updated = replica.state.updated_metrics
+    updated.setdefault(id(metric), len(updated))
     if id(metric) in replicated:
         return plain(*args, **kwargs)
     leaves = [leaf for leaf in keras.tree.flatten((args, kwargs)) if leaf is not None]
@@ -115,6 +124,7 @@ def apply_gradients(
     is_weighted = replica.state.adds_up or id(optimizer) in weighted
     weight = 1.0 if is_weighted else replica.share
     replica.state.has_trained = True
+    replica.state.trained.update(map(id, variables))
     weighted.discard(id(optimizer))
     reduced = replica.reduce_gradients(list(grads), variables, weight)
     return plain(reduced, trainable_variables)
@@ -145,17 +155,19 @@ def reduce_metrics(replica: Replica) -> None:
     if state.is_reduced:
         return
     state.is_reduced = True
-    own, before = [], []
+    own = []
     for (variable, metric), value in zip(state.metric_variables, state.values_before, strict=True):
         if not is_sum_of_samples(metric):
             continue
-        if id(metric) in state.replicated_metrics:
+        is_unused = state.reduces_updated_only and id(metric) not in state.updated_metrics
+        if is_unused or id(metric) in state.replicated_metrics:
             variable.assign(value + variable.value)
         else:
-            own.append(variable)
-            before.append(value)
-    added = replica.total([variable.value for variable in own])
-    for variable, value, total in zip(own, before, added, strict=True):
+            own.append((metric, variable, value))
+    if state.reduces_updated_only:
+        own.sort(key=lambda entry: state.updated_metrics[id(entry[0])])
+    added = replica.total([variable.value for _, variable, _ in own])
+    for (_, variable, value), total in zip(own, added, strict=True):
         share = ops.cast(total, "float32") * replica.metric_factor
         is_float = keras_backend.is_float_dtype(variable.dtype)
         share = share if is_float else ops.round(share)

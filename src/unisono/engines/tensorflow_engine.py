@@ -3,8 +3,7 @@
 The model is adopted where it stands: each Keras variable's tf.Variable becomes a MirroredVariable
 whose copies are written by their own replica (aggregation NONE), and gradients are summed at the
 entry of `optimizer.apply`. The data pipeline stays a plain tf.data iterator; a step slices the
-global batch itself. Only the replica context's all_reduce and all_gather are used, so the same
-code runs under a multi-worker strategy.
+global batch itself. Runs of several processes are in tensorflow_world_replicas.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,12 +12,20 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 
 from unisono.devices import Placement
+from unisono.engines.checksums import (
+    checksum,
+    compared_variables,
+    names_of,
+    own_checksums,
+)
 from unisono.engines.hooks import bind, original, unbind
 from unisono.engines.parts import optimizers_of, seed_states, with_inner
 from unisono.engines.replication import Replication
+from unisono.engines.tensorflow_build import build, build_for_prediction, spec_of
+from unisono.engines.tensorflow_collectives import TensorFlowCollectives
+from unisono.engines.tensorflow_links import LinksInProcess
 from unisono.engines.tensorflow_loop import TensorFlowLoop
 from unisono.engines.tensorflow_optimizer import leave_replica, stay_in_replica
 from unisono.engines.tensorflow_placement import device_scope, locate, log_placement
@@ -36,6 +43,9 @@ from unisono.engines.tensorflow_variables import (
     replace_values,
     spread_seed,
 )
+from unisono.engines.tensorflow_world import group_of
+from unisono.engines.tensorflow_world_loop import TensorFlowWorldLoop
+from unisono.engines.tensorflow_world_replicas import TensorFlowWorldReplicas
 from unisono.errors import StartedError, StrategyError
 from unisono.locations import Location
 
@@ -64,13 +74,20 @@ class TensorFlowEngine:
 
     def adopt(
         self, model: keras.Model, placement: Placement, *, sync_batch_norm: bool
-    ) -> "SingleReplica | TensorFlowReplicas":
+    ) -> "SingleReplica | TensorFlowReplicas | TensorFlowWorldReplicas":
+        if placement.num_processes > 1:
+            return TensorFlowWorldReplicas(model, placement, sync_batch_norm=sync_batch_norm)
         if placement.num_replicas == 1 and placement.indices == (0,):
-            return SingleReplica(placement, sync_batch_norm)
+            return SingleReplica(model, placement, sync_batch_norm)
         return TensorFlowReplicas(model, placement, sync_batch_norm=sync_batch_norm)
 
-    def own_loop(self, placement: Placement) -> TensorFlowLoop:
+    def own_loop(self, placement: Placement) -> TensorFlowLoop | TensorFlowWorldLoop:
+        if placement.num_processes > 1:
+            return TensorFlowWorldLoop(placement)
         return TensorFlowLoop(placement)
+
+    def collectives(self, ranks: Sequence[int] | None = None) -> TensorFlowCollectives:
+        return TensorFlowCollectives(group_of(None if ranks is None else tuple(ranks)))
 
     def spawn(
         self,
@@ -98,30 +115,29 @@ class TensorFlowEngine:
 class SingleReplica:
     """One replica on the default device: plain Keras, with nothing added."""
 
-    def __init__(self, placement: Placement, sync_batch_norm: bool) -> None:
+    def __init__(self, model: keras.Model, placement: Placement, sync_batch_norm: bool) -> None:
         self.placement = placement
         self.sync_batch_norm = sync_batch_norm
+        self._model = model
 
     def release(self) -> None:
         """There is nothing to undo."""
+
+    def variable_names(self) -> list[str]:
+        return names_of(self._model)
+
+    def checksums(self) -> list[list[int]]:
+        return [own_checksums(self._model)]
 
 
 class TensorFlowReplicas:
     """A model whose variables are mirrored and whose steps run on every replica."""
 
-    def __init__(
-        self,
-        model: keras.Model,
-        placement: Placement,
-        *,
-        sync_batch_norm: bool,
-        strategy: tf.distribute.Strategy | None = None,
-    ) -> None:
+    def __init__(self, model: keras.Model, placement: Placement, *, sync_batch_norm: bool) -> None:
         self.placement = placement
         self.sync_batch_norm = sync_batch_norm
-        self._strategy = strategy or strategy_of(placement)
-        # Of all processes, should the strategy span several.
-        self._num_replicas = self._strategy.num_replicas_in_sync
+        self._strategy = strategy_of(placement)
+        self._num_replicas = placement.num_replicas
         self._model = model
         self._replication = Replication(model, current_replica, sync_batch_norm=sync_batch_norm)
         self._own_jit_compile = model._jit_compile
@@ -142,31 +158,23 @@ class TensorFlowReplicas:
         self._model._jit_compile = self._own_jit_compile
         forget_functions(self._model)
 
+    def variable_names(self) -> list[str]:
+        return names_of(self._model)
+
+    def checksums(self) -> list[list[int]]:
+        values = [
+            self._strategy.experimental_local_results(variable._value)
+            for variable in compared_variables(self._model)
+        ]
+        count = self._num_replicas
+        return [[checksum(copies[r % len(copies)]) for copies in values] for r in range(count)]
+
     # -- adopting ------------------------------------------------------------------------------
 
     def _build(self, iterator: Any = None, data_batch: Any = None) -> None:
         """Create all variables before a step is traced, where replicas could not."""
-        if data_batch is None:
-            # What the data looks like, and not a batch of it: taking one changes the order in
-            # which a PyDataset with workers yields the others.
-            data_batch = _without_none(iterator._distributed_dataset.element_spec)
-        model = self._model
-        has_own_step = type(model).train_step is not TensorFlowTrainer.train_step
-        try:
-            model._symbolic_build(data_batch=data_batch)
-        except RuntimeError:
-            if not has_own_step:
-                raise
-            # A model with steps of its own needs no `call`, which Keras would build it by.
-        self._mirror()
-        if has_own_step and not all(o.built for o in optimizers_of(model)):
-            self._trace_alone(data_batch)
-            self._mirror()
-
-    def _trace_alone(self, data_batch: Any) -> None:
-        """Trace a user's own step as on one device: so it makes the variables that it needs."""
-        step = self._model._autoconvert_optionals(original(self._model, "train_step"))
-        tf.function(step, autograph=False).get_concrete_function(data_batch)
+        data_batch = spec_of(iterator) if data_batch is None else data_batch
+        build(self._model, self._mirror, data_batch)
 
     def _mirror(self) -> None:
         self._model._jit_compile = False  # XLA cannot span the devices of a strategy.
@@ -209,7 +217,7 @@ class TensorFlowReplicas:
             def build_first(data: Any) -> Any:
                 # Here and not in the step: a variable made while that is traced has no copies.
                 if not model.built:
-                    self._build_for_prediction(data[0])
+                    build_for_prediction(model, self._mirror, data[0])
                 return predict(data)
 
             model.predict_function = build_first
@@ -227,19 +235,13 @@ class TensorFlowReplicas:
 
         return keras.tree.map_structure(join, self._run(on_replica, data))
 
-    def _build_for_prediction(self, data: Any) -> None:
-        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-        spec = keras.tree.map_structure(
-            lambda t: keras.KerasTensor(t.shape, keras.backend.standardize_dtype(t.dtype)), x
-        )
-        keras.src.backend.compute_output_spec(self._model, spec, training=False)
-        self._mirror()
-
     def _run(self, on_replica: Callable[[TensorFlowReplica], Any], data: Any) -> Any:
         count = num_rows(data)
 
         def run() -> Any:
-            with running(TensorFlowReplica(data, count, self._num_replicas)) as replica:
+            with running(
+                TensorFlowReplica(data, count, LinksInProcess(self._num_replicas))
+            ) as replica:
                 return on_replica(replica)
 
         return self._strategy.run(run)
@@ -248,13 +250,6 @@ class TensorFlowReplicas:
         return keras.tree.map_structure(
             lambda value: self._strategy.experimental_local_results(value)[0], values
         )
-
-
-def _without_none(spec: Any) -> Any:
-    """The structure of a data set's elements, with None where it says that there is none."""
-    return keras.tree.map_structure(
-        lambda leaf: None if isinstance(leaf, tf.NoneTensorSpec) else leaf, spec
-    )
 
 
 def _remedy(found: int, count: int) -> str:

@@ -13,10 +13,12 @@ import tensorflow as tf
 
 from unisono.data import share_bounds
 from unisono.devices import Placement
-from unisono.engines.own_loop import LoopReplication, living_keras_objects
+from unisono.engines.own_loop import LoopReplication
 from unisono.engines.parts import with_inner
+from unisono.engines.tensorflow_links import LinksInProcess
 from unisono.engines.tensorflow_optimizer import stay_in_replica
 from unisono.engines.tensorflow_replica import TensorFlowReplica, current_replica, running
+from unisono.engines.tensorflow_steps import KnownSteps, first_rows, variables_of
 from unisono.engines.tensorflow_strategy import strategy_of
 from unisono.engines.tensorflow_variables import mirrored, replace_values, spread_seed
 from unisono.errors import StrategyError
@@ -34,7 +36,7 @@ class TensorFlowLoop:
         self.num_replicas = placement.num_replicas
         self._strategy = strategy_of(placement)
         self._replication = LoopReplication(current_replica)
-        self._known_steps: dict[Any, Any] = {}
+        self._known_steps = KnownSteps(self._spec, self._take)
         self._spread_seeds: dict[int, Any] = {}
 
     def split(self, batch: Any, num_rows: int) -> Any:
@@ -62,7 +64,7 @@ class TensorFlowLoop:
                 "Asked for strategy.run inside a step that runs on replicas already. Call it from "
                 "the loop around the step."
             )
-        self._learn(step, args, kwargs)
+        self._known_steps.learn(step, args, kwargs)
 
         # Of what runs on a replica, only the user's step is for autograph to rewrite.
         start, finish = map(_as_written, (self._replication.start, self._replication.finish))
@@ -123,38 +125,18 @@ class TensorFlowLoop:
 
     @_as_written
     def _replica(self, arguments: Any) -> TensorFlowReplica:
-        rows = [leaf for leaf in _tensors(arguments) if leaf.shape.rank]
+        rows = first_rows(arguments)
         own = tf.shape(rows[0])[0] if rows else 1
         context = tf.distribute.get_replica_context()
         # As a float: NCCL adds up no integers.
         total = context.all_reduce(tf.distribute.ReduceOp.SUM, tf.cast(own, tf.float32))
         num_rows = tf.cast(total, tf.int32)
-        return TensorFlowReplica(rows, num_rows, self.num_replicas, is_own_loop=True)
+        links = LinksInProcess(self.num_replicas)
+        return TensorFlowReplica(rows, num_rows, links, is_own_loop=True)
 
-    @_as_written
-    def _learn(self, step: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Find the variables that a step uses, the first time that it is run."""
-        key = _identity(step)
-        if key in self._known_steps:
-            return
-        specs = keras.tree.map_structure(self._spec, (list(args), dict(kwargs)))
-        # Not in the scope below, which would stop the gradient tapes of the step.
-        traced = tf.function(step).get_concrete_function(*specs[0], **specs[1])
-        with tf.init_scope():
-            self._take({id(variable) for variable in traced.graph.variables})
-        self._known_steps[key] = step  # Kept alive: a key may hold ids.
-
-    def _take(self, used: set[int]) -> None:
-        def is_used(variable: Any) -> bool:
-            return id(variable._value) in used
-
-        models, optimizers, metrics = (
-            [o for o in objects if any(map(is_used, o.variables))]
-            for objects in living_keras_objects()
-        )
+    def _take(self, models: list[Any], optimizers: list[Any], metrics: list[Any]) -> None:
         self._replication.take(models, optimizers, metrics)
-        variables = [v for o in (*models, *optimizers, *metrics) for v in o.variables]
-        variables = list({id(v): v for v in variables}.values())
+        variables = variables_of([*models, *optimizers, *metrics])
         for optimizer in with_inner(optimizers):
             stay_in_replica(optimizer)
         replace_values(
@@ -179,17 +161,3 @@ class TensorFlowLoop:
 
 def _is_per_replica(value: Any) -> bool:
     return isinstance(value, tf.distribute.DistributedValues) and not isinstance(value, tf.Variable)
-
-
-def _tensors(structure: Any) -> list[Any]:
-    return [leaf for leaf in keras.tree.flatten(structure) if tf.is_tensor(leaf)]
-
-
-def _identity(step: Any) -> Any:
-    """Equal for functions of one source and one closure: a lambda is a new object each time."""
-    code = getattr(step, "__code__", None)
-    if code is None:
-        return step
-    cells = getattr(step, "__closure__", None) or ()
-    owner = getattr(step, "__self__", None)
-    return (code, id(owner), *(id(cell.cell_contents) for cell in cells))

@@ -1,9 +1,12 @@
-"""One replica in the middle of a step of tf.distribute: its rows, and sums over all of them."""
+"""One replica in the middle of a step: its rows, and sums over all replicas.
+
+Replicas are linked within a process, by tf.distribute, or across processes (tensorflow_links).
+"""
 
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import keras
 import tensorflow as tf
@@ -29,25 +32,38 @@ def running(replica: "TensorFlowReplica") -> Iterator["TensorFlowReplica"]:
         _running.replica = None
 
 
+class Links(Protocol):
+    """How a replica reaches the others."""
+
+    index: Any
+    num_replicas: int
+
+    def total(self, operands: Sequence[Any]) -> list[Any]:
+        """Sums over replicas, of dense tensors and of IndexedSlices; no gradient flows."""
+
+    def gather(self, x: Any, num_rows: Any, is_whole: Any) -> Any:
+        """The rows of all replicas in order; those of the first if `is_whole`: each has all."""
+
+
 class TensorFlowReplica:
     """See step.Replica."""
 
     def __init__(
-        self, data: Any, num_rows: Any, num_replicas: int, *, is_own_loop: bool = False
+        self, data: Any, num_rows: Any, links: Links, *, is_own_loop: bool = False
     ) -> None:
         self.state = StepState(adds_up=is_own_loop)
         self.is_own_loop = self.may_be_empty = is_own_loop
         self._data = [
             leaf for leaf in tf.nest.flatten(data, expand_composites=True) if leaf is not None
         ]
-        self._context = tf.distribute.get_replica_context()
-        self._index = self._context.replica_id_in_sync_group
+        self._links = links
+        self._index = links.index
         self.num_rows = num_rows
-        self._num_replicas = num_replicas
+        self._num_replicas = num_replicas = links.num_replicas
         start, stop = share_bounds(num_rows, num_replicas, self._index)
         # A batch smaller than the replicas runs whole on each, but in a user's own loop, which
         # adds up what replicas return: there some have no rows.
-        is_whole = tf.logical_and(num_rows < num_replicas, not is_own_loop)
+        self._is_whole = is_whole = tf.logical_and(num_rows < num_replicas, not is_own_loop)
         self._start = tf.where(is_whole, 0, start)
         self._stop = tf.where(is_whole, num_rows, stop)
         rows = tf.cast(self._stop - self._start, tf.float32)
@@ -78,9 +94,7 @@ class TensorFlowReplica:
             return keras.tree.map_structure(rows, data)
 
     def gather_rows(self, x: Any) -> Any:
-        is_bool = x.dtype == tf.bool
-        every = self._context.all_gather(tf.cast(x, tf.int32) if is_bool else x, axis=0)
-        every = tf.stop_gradient(tf.cast(every, x.dtype))
+        every = tf.stop_gradient(self._links.gather(x, self.num_rows, self._is_whole))
         return tf.concat([every[: self._start], x, every[self._stop : self._rows_after]], axis=0)
 
     def follow_changes(self, own: Any, gathered: Any) -> None:
@@ -117,11 +131,7 @@ class TensorFlowReplica:
         # Alone on a device other than the first, there is nobody to add up with.
         if not tensors or self._num_replicas == 1:
             return list(tensors)
-        # Copied: tf.distribute takes a variable's own value, outside of a graph, for no value.
-        operands = [t if isinstance(t, tf.IndexedSlices) else tf.identity(t) for t in tensors]
-        if self._context.strategy.is_merging:
-            return list(self._context.merge_call(_add_up, args=tuple(operands)))
-        return list(self._context.all_reduce(tf.distribute.ReduceOp.SUM, operands))
+        return self._links.total(tensors)
 
     def reduce_gradients(
         self, gradients: Sequence[Any], variables: Sequence[Any], weight: Any
@@ -129,12 +139,6 @@ class TensorFlowReplica:
         known = [_weighted(g, weight) for g in gradients if g is not None]
         totals = iter(self.total(known))
         return [None if g is None else next(totals) for g in gradients]
-
-
-def _add_up(strategy: tf.distribute.Strategy, *values: Any) -> Any:
-    """Sums over replicas, in cross-replica context; no gradient is taken of them."""
-    pairs = [(value, value) for value in values]
-    return strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, pairs)
 
 
 def _weighted(gradient: Any, weight: Any) -> Any:

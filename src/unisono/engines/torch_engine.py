@@ -1,14 +1,10 @@
-"""torch: a process per replica; the calling process is the first replica itself.
+"""torch: a process per replica.
 
-The caller runs Keras' own `fit` and alone iterates the data and runs callbacks. At each step it
-writes the other replicas' rows into shared memory, tells them what to do, and does its own rows;
-all of them meet in the collectives of the step. The caller's values are the truth: what it changed
-since the last step (a callback, a batch too small to split) is sent before the next one.
+Alone, a process is the first replica and starts those of the others; in a run of several processes
+each of them is a replica.
 """
 
-import itertools
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,24 +12,15 @@ import keras
 import torch
 
 from unisono.devices import Placement
-from unisono.engines.hooks import bind, original, unbind
-from unisono.engines.parts import optimizers_of
-from unisono.engines.replication import Replication
-from unisono.engines.torch_carry import carried_variables, pack
-from unisono.engines.torch_group import Group, TorchReplica, own_rows
-from unisono.engines.torch_loop import TorchLoop, world
+from unisono.engines.checksums import names_of, own_checksums
+from unisono.engines.torch_collectives import TorchCollectives
+from unisono.engines.torch_devices import move_to
+from unisono.engines.torch_loop import TorchLoop
 from unisono.engines.torch_placement import CANNOT_LOG, device_scope, locate
-from unisono.engines.torch_replica import current_replica, run_step
-from unisono.engines.torch_spawn import spawn
-from unisono.engines.torch_team import Team, is_split, threads_per_replica
-from unisono.errors import StrategyError
-from unisono.launch.workers import Workers
+from unisono.engines.torch_replicas import TorchReplicas
+from unisono.engines.torch_world import world_group
+from unisono.engines.torch_world_replicas import TorchWorldReplicas
 from unisono.locations import Location
-
-_STEPS = ("train_step", "test_step", "predict_step")
-_CALLS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
-_numbers = itertools.count()
-_adopted: "weakref.WeakSet[TorchReplicas]" = weakref.WeakSet()
 
 
 class TorchEngine:
@@ -49,44 +36,23 @@ class TorchEngine:
 
     def adopt(
         self, model: keras.Model, placement: Placement, *, sync_batch_norm: bool
-    ) -> "SingleReplica | TorchReplicas":
-        if world() is not None:
-            raise StrategyError(
-                "Asked to put a model on replicas in a process that unisono.spawn started, which "
-                "is one replica itself. Train it with an own loop here, or call fit in the "
-                "program that started it."
-            )
+    ) -> "SingleReplica | TorchReplicas | TorchWorldReplicas":
         if placement.num_replicas == 1:
             return SingleReplica(model, placement, sync_batch_norm)
-        return TorchReplicas(model, placement, sync_batch_norm=sync_batch_norm)
+        kind = TorchReplicas if placement.num_processes == 1 else TorchWorldReplicas
+        return kind(model, placement, sync_batch_norm=sync_batch_norm)
 
     def own_loop(self, placement: Placement) -> TorchLoop:
         return TorchLoop(placement)
 
-    def spawn(
-        self,
-        function: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        placement: Placement,
-    ) -> list[Any]:
-        if world() is not None:
-            raise StrategyError(
-                "Asked to spawn processes in a process that unisono.spawn started. Spawn them "
-                "from the program that started it."
-            )
-        return spawn(function, args, kwargs, placement)
+    def collectives(self, ranks: Sequence[int] | None = None) -> TorchCollectives:
+        return TorchCollectives(world_group(ranks))
 
     def device_scope(self, placement: Placement) -> AbstractContextManager[None]:
         return device_scope(placement)
 
     def locate(self, values: Sequence[Any]) -> list[Location | None]:
-        replicated = {
-            id(variable): replicas.placement
-            for replicas in _adopted
-            for variable in replicas.variables()
-        }
-        return [locate(value, replicated) for value in values]
+        return locate(values)
 
     def log_placement(self, is_on: bool) -> str | None:
         return CANNOT_LOG
@@ -98,159 +64,14 @@ class SingleReplica:
     def __init__(self, model: keras.Model, placement: Placement, sync_batch_norm: bool) -> None:
         self.placement = placement
         self.sync_batch_norm = sync_batch_norm
-        _move_to(model, placement)
+        self._model = model
+        move_to(model, placement)
 
     def release(self) -> None:
         """There is nothing to undo."""
 
+    def variable_names(self) -> list[str]:
+        return names_of(self._model)
 
-class TorchReplicas:
-    """A model in the calling process, with a copy in the process of every other replica."""
-
-    def __init__(self, model: keras.Model, placement: Placement, *, sync_batch_norm: bool) -> None:
-        self.placement = placement
-        self.sync_batch_norm = sync_batch_norm
-        self._model = model
-        self._number = next(_numbers)
-        self._team = Team.of(placement)
-        self._sent: bytes | None = None
-        self._sent_to: Workers | None = None
-        self._may_differ = True
-        self._key: Any = None
-        self._variables: list[Any] = []
-        self._versions: list[tuple[int, int, bool]] = []
-        self._depth = 0
-        _move_to(model, placement)
-        self._replication = Replication(model, current_replica, sync_batch_norm=sync_batch_norm)
-        for name in _STEPS:
-            bind(model, name, self._step(name))
-        for name in _CALLS:
-            bind(model, name, self._call(name))
-        bind(model, "_symbolic_build", self._build)
-        weakref.finalize(model, self._team.forget, self._number)
-        _adopted.add(self)
-
-    def variables(self) -> list[Any]:
-        """Those that every replica has a copy of."""
-        return list(carried_variables(self._model))
-
-    def release(self) -> None:
-        _adopted.discard(self)
-        self._replication.release()
-        unbind(self._model, *_STEPS, *_CALLS, "_symbolic_build")
-        self._team.forget(self._number)
-
-    # -- what Keras' trainer calls -------------------------------------------------------------
-
-    def _call(self, name: str) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            # Anything on the model may have been changed since the last call.
-            is_outermost = self._depth == 0 and name in ("fit", "evaluate", "predict")
-            self._may_differ = self._may_differ or is_outermost
-            threads = torch.get_num_threads()
-            self._depth += 1
-            try:
-                if self.placement.kind == "cpu":
-                    torch.set_num_threads(threads_per_replica(self.placement.num_replicas))
-                return original(self._model, name)(*args, **kwargs)
-            finally:
-                self._depth -= 1
-                torch.set_num_threads(threads)
-
-        return call
-
-    def _build(self, *args: Any, **kwargs: Any) -> None:
-        original(self._model, "_symbolic_build")(*args, **kwargs)
-        self._replication.prepare()
-
-    def _step(self, name: str) -> Callable[[Any], Any]:
-        alone = original(self._model, name)
-
-        def step(data: Any) -> Any:
-            data = keras.tree.map_structure(_as_tensor, data)
-            num_rows = _num_rows(data)
-            # Too few rows for all, or a model that its first call builds: what this replica does
-            # alone is exact, and what it changes is sent before the next step.
-            if num_rows < self.placement.num_replicas or not self._is_built():
-                return alone(data)
-            try:
-                return self._step_with_others(name, data, num_rows)
-            except BaseException as error:
-                raise self._team.explain(error) from error.__cause__
-
-        # A compiler would try to follow the step into sockets and processes.
-        uncompiled: Callable[[Any], Any] = torch.compiler.disable(step)
-        return uncompiled
-
-    def _is_built(self) -> bool:
-        return self._sent is not None or all(layer.built for layer in self._model._flatten_layers())
-
-    def _step_with_others(self, name: str, data: Any, num_rows: int) -> Any:
-        group = self._team.start()
-        self._send_changes(group)
-        layout = self._team.share(data, num_rows)
-        self._team.tell("step", self._number, name, layout, num_rows, self._model.training)
-        rows = own_rows(num_rows, group)
-        own = keras.tree.map_structure(lambda leaf: _rows(leaf, rows, num_rows), data)
-        result = run_step(self._model, self._replication, name, own, TorchReplica(group, num_rows))
-        self._versions = self._versions_now()
-        return result
-
-    # -- keeping the others up to date ---------------------------------------------------------
-
-    def _send_changes(self, group: Group) -> None:
-        model = self._model
-        optimizers = list(optimizers_of(model))  # Empty until it is compiled.
-        parts = (*optimizers, model._compile_loss, model._compile_metrics)
-        is_built = all(optimizer.built for optimizer in optimizers)
-        key = (self._team.workers, is_built, *(id(part) for part in parts))
-        if self._may_differ or key != self._key:
-            self._send_model()
-            self._key, self._may_differ = key, False
-        now = self._versions_now()
-        if now == self._versions:
-            return
-        pairs = itertools.zip_longest(now, self._versions)
-        places = [i for i, (new, old) in enumerate(pairs) if new != old]
-        trainable = [is_trainable for _, _, is_trainable in now]
-        self._team.tell("values", self._number, places, trainable)
-        group.broadcast([self._variables[i]._value for i in places])
-
-    def _send_model(self) -> None:
-        self._replication.prepare()
-        data = pack(self._model)
-        self._variables = carried_variables(self._model)
-        if data == self._sent and self._sent_to is self._team.workers:
-            return
-        seed = torch.initial_seed() % 2**31
-        self._team.tell("model", self._number, data, self.sync_batch_norm, seed)
-        self._sent, self._sent_to = data, self._team.workers
-        self._versions = []
-
-    def _versions_now(self) -> list[tuple[int, int, bool]]:
-        return [(id(v._value), v._value._version, v._trainable) for v in self._variables]
-
-
-def _rows(leaf: Any, rows: slice, num_rows: int) -> Any:
-    return leaf[rows] if leaf is not None and is_split(leaf, num_rows) else leaf
-
-
-def _as_tensor(leaf: Any) -> Any:
-    if leaf is None or isinstance(leaf, torch.Tensor):
-        return leaf
-    return keras.ops.convert_to_tensor(leaf)
-
-
-def _num_rows(data: Any) -> int:
-    leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None and leaf.ndim]
-    return len(leaves[0]) if leaves else 0
-
-
-def _move_to(model: keras.Model, placement: Placement) -> None:
-    """Make the first GPU of a placement this process' device, and bring the model there."""
-    if placement.kind != "gpu":
-        return
-    torch.cuda.set_device(placement.indices[0])
-    for variable in carried_variables(model):
-        if variable._value is not None:
-            variable._value.data = variable._value.data.to(f"cuda:{placement.indices[0]}")
+    def checksums(self) -> list[list[int]]:
+        return [own_checksums(self._model)]

@@ -2,55 +2,73 @@
 
 The group is our own object, not torch.distributed's default one: that stays free for the user, and
 Keras 3.16, which averages gradients by itself once the default group exists, leaves ours alone.
-Processes find each other through a file in a private folder; sockets are bound to loopback.
+Sockets are bound to one address: loopback, unless the processes are on several nodes.
 """
 
-import contextlib
 import datetime
-from collections.abc import Sequence
+import functools
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import keras
 import torch
 import torch.distributed as dist
 
-from unisono.data import share_bounds, share_sizes
-from unisono.engines.step import StepState
+from unisono.errors import PeerLostError
 
 TIMEOUT = datetime.timedelta(minutes=10)
-
-
-class PeerLost(RuntimeError):
-    """A collective failed, most likely because another replica's process is gone."""
+LOOPBACK = "127.0.0.1"
+_SMALL_BYTES = 1 << 18
+_COMBINE: dict[Any, Callable[..., torch.Tensor]] = {
+    dist.ReduceOp.SUM: torch.add,
+    dist.ReduceOp.MIN: torch.minimum,
+    dist.ReduceOp.MAX: torch.maximum,
+    dist.ReduceOp.PRODUCT: torch.mul,
+}
 
 
 class Group:
-    """The replicas of one placement."""
+    """Some processes that compute together, each of a rank."""
 
-    def __init__(self, path: str, rank: int, size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        device: torch.device,
+        *,
+        host: str = LOOPBACK,
+    ) -> None:
+        """`host`: the address at which the others reach this process."""
         self.rank = rank
         self.size = size
         self.device = device
-        store = dist.FileStore(path, size)
+        self._store = store  # torch does not keep a store alive that is written in Python.
         self._group: Any
-        if device.type == "cuda":
-            self._group = dist.ProcessGroupNCCL(store, rank, size, TIMEOUT)
-        else:
-            options = dist.ProcessGroupGloo._Options()
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-            options._timeout = TIMEOUT
-            self._group = dist.ProcessGroupGloo(store, rank, size, options)
+        try:
+            if device.type == "cuda":
+                self._group = dist.ProcessGroupNCCL(store, rank, size, TIMEOUT)
+            else:
+                options = dist.ProcessGroupGloo._Options()
+                options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+                options._timeout = TIMEOUT
+                self._group = dist.ProcessGroupGloo(store, rank, size, options)
+        except RuntimeError as error:
+            raise PeerLostError(f"The processes did not find each other: {error}") from error
 
     def add_up(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Sums over all replicas, one collective per data type."""
+        return self.reduce(tensors, dist.ReduceOp.SUM)
+
+    def reduce(self, tensors: Sequence[torch.Tensor], op: Any) -> list[torch.Tensor]:
+        """The tensors of all replicas made one, a collective per data type."""
         results: list[Any] = [None] * len(tensors)
         by_type: dict[torch.dtype, list[int]] = {}
         for i, tensor in enumerate(tensors):
             by_type.setdefault(tensor.dtype, []).append(i)
         for places in by_type.values():
             flat = torch.cat([tensors[i].detach().reshape(-1) for i in places])
-            self._wait(lambda flat=flat: self._group.allreduce([flat]))
-            parts = flat.split([tensors[i].numel() for i in places])
+            parts = self._reduce_flat(flat, op).split([tensors[i].numel() for i in places])
             for i, part in zip(places, parts, strict=True):
                 results[i] = part.view(tensors[i].shape)
         return results
@@ -59,16 +77,22 @@ class Group:
         """The tensor of every replica, all of one shape."""
         own = tensor.detach().contiguous()
         # As bytes: gloo has no gather for booleans and some small types.
-        own_bytes = own.reshape(-1).view(torch.uint8)
-        parts = [torch.empty_like(own_bytes) for _ in range(self.size)]
-        self._wait(lambda: self._group.allgather([parts], [own_bytes]))
+        data = own.reshape(-1).view(torch.uint8)
+        if self._is_small(data):
+            parts = list(self._exchange(data))
+        else:
+            parts = [torch.empty_like(data) for _ in range(self.size)]
+            self._wait(lambda: self._group.allgather([parts], [data]))
         return [part.view(own.dtype).view(own.shape) for part in parts]
 
     def concatenate(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
         """The tensors of all replicas joined along an axis, on which they may differ in length."""
         rows = tensor.detach().movedim(axis, 0)
-        sizes = self.gather(torch.tensor([len(rows)], device=self.device))
-        return torch.cat(self.gather_rows(rows, [int(n) for n in sizes])).movedim(0, axis)
+        return torch.cat(self.gather_rows(rows, self.gather_sizes(len(rows)))).movedim(0, axis)
+
+    def gather_sizes(self, size: int) -> list[int]:
+        """The number of every replica."""
+        return [int(n) for n in self.gather(torch.tensor([size], device=self.device))]
 
     def gather_rows(self, tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
         """The rows of every replica; replica r has sizes[r] of them."""
@@ -79,96 +103,55 @@ class Group:
         parts = self.gather(own)
         return [part[:size] for part, size in zip(parts, sizes, strict=True)]
 
-    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Overwrite tensors with those of the first replica."""
+    def broadcast(self, tensors: Sequence[torch.Tensor], root: int = 0) -> None:
+        """Overwrite tensors with those of one replica, the first unless told."""
         with torch.no_grad():
             for tensor in tensors:
                 whole = tensor.detach().contiguous()
-                self._wait(lambda whole=whole: self._group.broadcast(whole, 0))
-                if self.rank and whole.data_ptr() != tensor.data_ptr():
+                data = whole.reshape(-1).view(torch.uint8)
+                self._wait(lambda data=data: self._group.broadcast(data, root))  # type: ignore[misc]
+                if self.rank != root and whole.data_ptr() != tensor.data_ptr():
                     tensor.copy_(whole)
 
-    def _wait(self, start: Any) -> None:
+    def exchange_rows(
+        self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> torch.Tensor:
+        """Send `sent[r]` rows to each replica r, in order; the rows received, in replica order."""
+        row_bytes = math.prod(rows.shape[1:]) * rows.element_size()
+        result = rows.new_empty((sum(received), *rows.shape[1:]))
+        own, every = (x.detach().contiguous().view(-1).view(torch.uint8) for x in (rows, result))
+        if row_bytes:
+            sizes = [[n * row_bytes for n in counts] for counts in (received, sent)]
+            self._wait(lambda: self._group.alltoall_base(every, own, *sizes))
+        return result
+
+    def barrier(self) -> None:
+        """Return when every replica has come here."""
+        self._wait(lambda: self._group.barrier())
+
+    def _reduce_flat(self, flat: torch.Tensor, op: Any) -> torch.Tensor:
+        if self._is_small(flat):
+            first, *others = self._exchange(flat.view(torch.uint8)).view(flat.dtype)
+            # One after the other, so that every kind of processor comes to the same bits.
+            return functools.reduce(_COMBINE[op], others, first)
+        options = dist.AllreduceOptions()
+        options.reduceOp = op
+        self._wait(lambda: self._group.allreduce([flat], options))
+        return flat
+
+    def _is_small(self, data: torch.Tensor) -> bool:
+        return bool(self.device.type == "cpu" and self.size * data.nbytes <= _SMALL_BYTES)
+
+    def _exchange(self, data: torch.Tensor) -> torch.Tensor:
+        """Everyone's bytes, in one round of messages; gloo's own ways take several rounds."""
+        every = data.new_empty(self.size * data.numel())
+        self._wait(lambda: self._group.alltoall_base(every, data.repeat(self.size), [], []))
+        return every.view(self.size, -1)
+
+    def _wait(self, start: Callable[[], Any]) -> None:
         try:
             start().wait()
         except RuntimeError as error:
-            raise PeerLost(str(error)) from error
-
-
-class TorchReplica:
-    """One replica in the middle of a step; see step.Replica."""
-
-    may_be_empty = False
-
-    def __init__(self, group: Group, num_rows: int, *, is_whole: bool = False) -> None:
-        """`is_whole`: a batch smaller than the replicas, which runs whole on each."""
-        self.state = StepState()
-        self.group = group
-        self.num_rows = num_rows
-        self._is_whole = is_whole
-        self._sizes = share_sizes(num_rows, group.size)
-        self.share = 1.0 / group.size if is_whole else self._sizes[group.rank] / num_rows
-        self.metric_factor = 1.0 / group.size if is_whole else 1.0
-
-    def after_data(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def gather_rows(self, x: torch.Tensor) -> torch.Tensor:
-        if self._is_whole or len(x) != self._sizes[self.group.rank]:
-            return x  # Not one row a sample, so there is nothing to put in order.
-        parts = self.group.gather_rows(x, self._sizes)
-        parts[self.group.rank] = x  # The one part that gradients flow into.
-        return torch.cat(parts)
-
-    def follow_changes(self, own: Any, gathered: Any) -> None:
-        # Keras multiplies weights by a mask in place, and weighted metrics read them afterwards.
-        start = sum(self._sizes[: self.group.rank])
-        for mine, every in zip(keras.tree.flatten(own), keras.tree.flatten(gathered), strict=True):
-            if isinstance(mine, torch.Tensor) and every is not mine:
-                mine.copy_(every[start : start + len(mine)])
-
-    def with_global_gradient(self, loss: torch.Tensor) -> torch.Tensor:
-        scaled = loss / self.share
-        return scaled + (loss - scaled).detach()
-
-    def stack(self, x: torch.Tensor) -> torch.Tensor:
-        stacked: torch.Tensor = _Stack.apply(x, self)
-        return stacked
-
-    def total(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return self.group.add_up(tensors)
-
-    def reduce_gradients(
-        self,
-        gradients: Sequence[torch.Tensor | None],
-        variables: Sequence[Any],
-        weight: float,
-    ) -> list[torch.Tensor | None]:
-        # A gradient may exist on some replicas only (a branch that depends on the data).
-        has = [float(gradient is not None) for gradient in gradients]
-        weighted = [
-            torch.zeros_like(variable.value) if gradient is None else gradient * weight
-            for gradient, variable in zip(gradients, variables, strict=True)
-        ]
-        flags = torch.tensor(has, dtype=torch.float32, device=self.group.device)
-        *totals, count = self.group.add_up([*weighted, flags])
-        return [total if n else None for total, n in zip(totals, count.tolist(), strict=True)]
-
-
-class _Stack(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, replica: TorchReplica) -> torch.Tensor:
-        ctx.replica = replica
-        return torch.stack(replica.group.gather(x))
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor, None]:
-        replica = ctx.replica
-        share = 1.0 if replica.state.is_weighted else replica.share
-        (total,) = replica.group.add_up([upstream[0] * share])
-        return total[replica.group.rank] / share, None
-
-
-def own_rows(num_rows: int, group: Group) -> slice:
-    """The rows of a global batch that belong to this replica."""
-    return slice(*share_bounds(num_rows, group.size, group.rank))
+            raise PeerLostError(
+                f"Another process of the group is gone, or does not answer: {error}"
+            ) from error

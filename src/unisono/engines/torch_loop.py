@@ -16,44 +16,38 @@ from unisono.devices import Placement
 from unisono.engines.own_loop import LoopReplication, living_keras_objects
 from unisono.engines.parts import seed_states
 from unisono.engines.step import SEED_STRIDE
-from unisono.engines.torch_group import Group, TorchReplica, own_rows
-from unisono.engines.torch_replica import begin, current_replica
-from unisono.engines.torch_team import default_device
+from unisono.engines.torch_devices import default_device
+from unisono.engines.torch_group import Group
+from unisono.engines.torch_replica import (
+    TorchReplica,
+    begin,
+    check_equal,
+    current_replica,
+    own_rows,
+)
+from unisono.engines.torch_world import world_group
 from unisono.errors import StrategyError
-
-_world: Group | None = None
-
-
-def join_world(group: Group) -> None:
-    """Make this process a replica of a loop that runs in one process for each."""
-    global _world
-    _world = group
-
-
-def world() -> Group | None:
-    """The replicas of the loop that this process belongs to."""
-    return _world
 
 
 class TorchLoop:
     """See base.OwnLoop."""
 
     def __init__(self, placement: Placement) -> None:
-        self._group = _world
-        self.num_replicas = placement.num_replicas if _world is None else _world.size
-        self.is_one_of_many = _world is not None
-        self._replication = LoopReplication(current_replica, _check_equal)
+        self.num_replicas = placement.num_replicas
+        self.is_one_of_many = placement.num_processes > 1
+        self._replication = LoopReplication(current_replica, check_equal)
         self._seeds: dict[int, Any] = {}
 
     def begin_epoch(self) -> None:
         self.end_epoch()
-        if self._group_or_none() is None:
+        group = self._group_or_none()
+        if group is None:
             return
         models, optimizers, metrics = living_keras_objects()
         self._replication.take(models, optimizers, metrics)
         for model in models:
             for state in seed_states(model):
-                self._spread_seed(state)
+                self._spread_seed(state, group)
 
     def split(self, batch: Any, num_rows: int) -> Any:
         self._finish()
@@ -133,13 +127,16 @@ class TorchLoop:
         return 1 if replica is None or replica.metric_factor != 1.0 else self.num_replicas
 
     def _group_or_none(self) -> Group | None:
-        if self._group is None and self.num_replicas > 1:
+        if self.num_replicas == 1:
+            return None
+        if not self.is_one_of_many:
             raise StrategyError(
                 f"Asked to run an own training loop on {self.num_replicas} replicas; on torch it "
-                "runs in one process per replica. Put the loop into a function and start it with "
+                "runs in one process per replica. Start the program with `unisono run --replicas "
+                f"{self.num_replicas}`, or put the loop into a function and start that with "
                 f"unisono.spawn(function, replicas={self.num_replicas})."
             )
-        return self._group if self.num_replicas > 1 else None
+        return world_group()
 
     def _finish(self) -> None:
         replica = current_replica()
@@ -147,21 +144,10 @@ class TorchLoop:
             self._replication.finish(replica)
             begin(None)
 
-    def _spread_seed(self, state: Any) -> None:
-        if id(state) not in self._seeds and self._group is not None:
+    def _spread_seed(self, state: Any, group: Group) -> None:
+        if id(state) not in self._seeds:
             self._seeds[id(state)] = state
-            state._value.data[0] += self._group.rank * SEED_STRIDE
-
-
-def _check_equal(replica: TorchReplica, variables: Sequence[Any]) -> None:
-    """Replicas must begin with the same weights; nothing else would make them agree later."""
-    sums = torch.stack([variable.value.detach().double().sum() for variable in variables])
-    every = replica.group.gather(sums)
-    if not all(torch.equal(every[0], other) for other in every[1:]):
-        raise StrategyError(
-            "The replicas begin with different weights. Make the model from the same seed on each "
-            "(keras.utils.set_random_seed), or load the same file."
-        )
+            state._value.data[0] += group.rank * SEED_STRIDE
 
 
 def _check(value: Any) -> None:

@@ -4,7 +4,8 @@ torch has one CPU device, so simulated GPUs share it. There a scope notes its na
 of each tensor that is made in it; tensors of before, and views of their memory, stay the CPU's.
 """
 
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -22,6 +23,8 @@ _CPU = "cpu:0"
 # the address from being given to another storage, until it is forgotten here.
 _names: dict[int, tuple[StorageWeakRef, str]] = {}
 _num_names_after_cleaning = 0
+adopted: "weakref.WeakSet[Any]" = weakref.WeakSet()
+"""Models on replicas, as the engine keeps them: each has `variables()` and a `placement`."""
 
 
 @contextmanager
@@ -38,8 +41,13 @@ def device_scope(placement: Placement) -> Iterator[None]:
         yield
 
 
-def locate(value: Any, replicated: Mapping[int, Placement]) -> Location | None:
-    """`replicated` tells the variables of parallel models, by id, and where their copies are."""
+def locate(values: Sequence[Any]) -> list[Location | None]:
+    """Where values live; variables of models on replicas have a copy on each."""
+    copies = {id(v): replicas.placement for replicas in adopted for v in replicas.variables()}
+    return [_locate(value, copies) for value in values]
+
+
+def _locate(value: Any, replicated: Mapping[int, Placement]) -> Location | None:
     tensor = value._value if isinstance(value, keras.Variable) else value
     if not isinstance(tensor, torch.Tensor) or tensor.device.type == "meta":
         return None

@@ -1,20 +1,89 @@
-"""What one torch replica does in a step, in whichever process it runs."""
+"""One torch replica in the middle of a step, in whichever process it runs."""
 
+import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 import torch
 
+from unisono.data import share_bounds, share_sizes
 from unisono.engines.hooks import original
-from unisono.engines.parts import seed_states
 from unisono.engines.replication import Replication
-from unisono.engines.step import SEED_STRIDE
-from unisono.engines.torch_carry import unpack
-from unisono.engines.torch_group import Group, TorchReplica, own_rows
-from unisono.engines.torch_team import Place, default_device
-from unisono.launch.channel import SharedMemory
+from unisono.engines.step import StepState
+from unisono.engines.torch_group import Group
+from unisono.errors import StrategyError
 
-_current: TorchReplica | None = None
+_current: "TorchReplica | None" = None
+
+
+class TorchReplica:
+    """One replica in the middle of a step; see step.Replica."""
+
+    may_be_empty = False
+
+    def __init__(self, group: Group, num_rows: int, *, is_whole: bool = False) -> None:
+        """`is_whole`: a batch smaller than the replicas, which runs whole on each."""
+        self.state = StepState()
+        self.group = group
+        self.num_rows = num_rows
+        self._is_whole = is_whole
+        self._sizes = share_sizes(num_rows, group.size)
+        self.share = 1.0 / group.size if is_whole else self._sizes[group.rank] / num_rows
+        self.metric_factor = 1.0 / group.size if is_whole else 1.0
+
+    def after_data(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def gather_rows(self, x: torch.Tensor) -> torch.Tensor:
+        if self._is_whole or len(x) != self._sizes[self.group.rank]:
+            return x  # Not one row a sample, so there is nothing to put in order.
+        parts = self.group.gather_rows(x, self._sizes)
+        parts[self.group.rank] = x  # The one part that gradients flow into.
+        return torch.cat(parts)
+
+    def follow_changes(self, own: Any, gathered: Any) -> None:
+        # Keras multiplies weights by a mask in place, and weighted metrics read them afterwards.
+        start = sum(self._sizes[: self.group.rank])
+        for mine, every in zip(keras.tree.flatten(own), keras.tree.flatten(gathered), strict=True):
+            if isinstance(mine, torch.Tensor) and every is not mine:
+                mine.copy_(every[start : start + len(mine)])
+
+    def with_global_gradient(self, loss: torch.Tensor) -> torch.Tensor:
+        if self._is_whole:
+            return loss  # Nothing was gathered: every replica has the gradient of all rows.
+        scaled = loss / self.share
+        return scaled + (loss - scaled).detach()
+
+    def stack(self, x: torch.Tensor) -> torch.Tensor:
+        stacked: torch.Tensor = _Stack.apply(x, self)
+        return stacked
+
+    def total(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return self.group.add_up(tensors)
+
+    def reduce_gradients(
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        variables: Sequence[Any],
+        weight: float,
+    ) -> list[torch.Tensor | None]:
+        # A gradient may exist on some replicas only (a branch that depends on the data).
+        is_missing = [gradient is None for gradient in gradients]
+        own = [
+            torch.zeros_like(variable.value) if gradient is None else gradient
+            for gradient, variable in zip(gradients, variables, strict=True)
+        ]
+        if weight != 1.0:
+            own = [gradient * weight for gradient in own]
+        flags = torch.tensor(is_missing, dtype=torch.float32, device=self.group.device)
+        *totals, num_missing = self.group.add_up([*own, flags])
+        if not any(is_missing):
+            return totals
+        return [
+            None if n == self.group.size else total
+            for total, n in zip(totals, num_missing.tolist(), strict=True)
+        ]
 
 
 def current_replica() -> TorchReplica | None:
@@ -42,43 +111,35 @@ def run_step(
         begin(None)
 
 
-class WorkerModel:
-    """The copy of a model in a worker's process."""
-
-    def __init__(self, data: bytes, group: Group, sync_batch_norm: bool, seed: int) -> None:
-        self._model, self._variables = unpack(data)
-        self._group = group
-        self._replication = Replication(
-            self._model, current_replica, sync_batch_norm=sync_batch_norm
+def check_equal(replica: TorchReplica, variables: Sequence[Any]) -> None:
+    """Replicas must begin with the same weights; nothing else would make them agree later."""
+    if not variables:
+        return
+    # As bits: what is not a number must not look different from itself.
+    sums = torch.stack([variable.value.detach().double().sum() for variable in variables])
+    sums = sums.view(torch.int64)
+    every = replica.group.gather(sums)
+    if not all(torch.equal(every[0], other) for other in every[1:]):
+        raise StrategyError(
+            "The replicas begin with different weights. Make the model from the same seed on each "
+            "(keras.utils.set_random_seed), or load the same file."
         )
-        self._seeds = {id(state) for state in seed_states(self._model)}
-        keras.utils.set_random_seed((seed + group.rank * SEED_STRIDE) % 2**31)
-
-    def receive_values(self, places: list[int], trainable: list[bool]) -> None:
-        self._group.broadcast([self._variables[i]._value for i in places])
-        for i in places:
-            if id(self._variables[i]) in self._seeds:
-                # A stream of its own, so that no two replicas draw the same masks.
-                self._variables[i]._value.data[0] += self._group.rank * SEED_STRIDE
-        for variable, is_trainable in zip(self._variables, trainable, strict=True):
-            if variable._trainable != is_trainable:
-                variable.trainable = is_trainable
-
-    def step(
-        self, name: str, layout: Any, memory: SharedMemory, num_rows: int, training: bool
-    ) -> None:
-        rows = own_rows(num_rows, self._group)
-        data = keras.tree.map_structure(lambda place: _read(place, memory, rows), layout)
-        if self._model.training != training:
-            self._model.train(training)
-        replica = TorchReplica(self._group, num_rows)
-        with torch.set_grad_enabled(name == "train_step"):
-            run_step(self._model, self._replication, name, data, replica)
 
 
-def _read(place: Place | None, memory: SharedMemory, rows: slice) -> torch.Tensor | None:
-    if place is None:
-        return None
-    view = place.view(memory)
-    # A copy: the memory is written again two steps later, and a layer may keep its input.
-    return (view[rows] if place.is_split else view).clone().to(default_device())
+class _Stack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, replica: TorchReplica) -> torch.Tensor:
+        ctx.replica = replica
+        return torch.stack(replica.group.gather(x))
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor, None]:
+        replica = ctx.replica
+        share = 1.0 if replica.state.is_weighted else replica.share
+        (total,) = replica.group.add_up([upstream[0] * share])
+        return total[replica.group.rank] / share, None
+
+
+def own_rows(num_rows: int, group: Group) -> slice:
+    """The rows of a global batch that belong to this replica."""
+    return slice(*share_bounds(num_rows, group.size, group.rank))

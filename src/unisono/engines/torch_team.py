@@ -13,15 +13,16 @@ import tempfile
 from dataclasses import dataclass
 from typing import Any
 
-import cloudpickle
 import keras
 import numpy as np
 import torch
-from keras.src.backend.torch.core import get_device
+import torch.distributed as dist
 
 from unisono.devices import POLICY, Placement, Policy, current_policy
-from unisono.engines.torch_group import Group, PeerLost
+from unisono.engines.torch_devices import default_device
+from unisono.engines.torch_group import Group
 from unisono.errors import WorkerError
+from unisono.launch.answers import first_cause, worker_error
 from unisono.launch.channel import SharedMemory
 from unisono.launch.workers import Workers
 
@@ -60,8 +61,9 @@ class Team:
             if answer != "ready":
                 _, data, text = answer
                 raise worker_error(1, data, text)
-        store = os.path.join(self._folder, "store")
-        self._group = Group(store, 0, self._placement.num_replicas, default_device())
+        size = self._placement.num_replicas
+        store = dist.FileStore(os.path.join(self._folder, "store"), size)
+        self._group = Group(store, 0, size, default_device())
         return self._group
 
     def tell(self, *command: Any) -> None:
@@ -98,7 +100,7 @@ class Team:
 
     def explain(self, error: BaseException) -> BaseException:
         """End all workers after an error; the error that started it."""
-        if isinstance(error, (PeerLost, WorkerError)) and self.workers is not None:
+        if isinstance(error, WorkerError) and self.workers is not None:
             error = first_cause(
                 self.workers,
                 "The model keeps its values as of the last whole step; call fit again to go on "
@@ -161,11 +163,6 @@ class Place:
         return flat.view(self.shape)
 
 
-def default_device() -> torch.device:
-    """The device that Keras puts tensors on."""
-    return torch.device(get_device())
-
-
 def is_split(leaf: torch.Tensor, num_rows: int) -> bool:
     return leaf.ndim > 0 and len(leaf) == num_rows
 
@@ -197,31 +194,6 @@ def worker_environment(placement: Placement, rank: int) -> dict[str, str]:
             policy = dataclasses.replace(policy, cpu_threads=threads)
         env[POLICY] = policy.to_text()
     return env
-
-
-def first_cause(workers: Workers, advice: str) -> BaseException:
-    """Why a collective failed: what a worker raised, or how it ended."""
-    bystanders = set()
-    while (told := workers.pending(timeout_s=3.0)) is not None:
-        worker, (kind, data, text) = told
-        if kind == "error":
-            return worker_error(worker.rank, data, text)
-        bystanders.add(worker.rank)
-    suspects = [worker for worker in workers if worker.rank not in bystanders] or list(workers)
-    lost = min(suspects, key=lambda worker: worker.is_alive)
-    return WorkerError(f"{lost.how_it_ended()} {advice}")
-
-
-def worker_error(rank: int, data: bytes | None, text: str) -> BaseException:
-    """A worker's exception as it was raised there, with its traceback as a note."""
-    try:
-        error = cloudpickle.loads(data) if data else None
-    except Exception:
-        error = None
-    if not isinstance(error, BaseException):
-        error = WorkerError(f"Replica {rank} failed; its traceback follows.")
-    error.add_note(f"\nRaised in replica {rank}:\n{text}")
-    return error
 
 
 @atexit.register

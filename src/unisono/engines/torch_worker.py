@@ -8,13 +8,11 @@ import os
 import signal
 import socket
 import sys
-import traceback
 from typing import Any
-
-import cloudpickle
 
 from unisono.devices import Policy
 from unisono.engines.settings import apply_policy
+from unisono.launch.answers import report
 from unisono.launch.channel import Channel, SharedMemory
 from unisono.launch.lifeline import end_with_parent
 
@@ -23,33 +21,27 @@ class Worker:
     """The commands that a replica's process understands, one method each."""
 
     def __init__(self, channel: Channel, rank: int, size: int, store: str) -> None:
+        import torch.distributed as dist
+
+        from unisono.engines.torch_devices import default_device
         from unisono.engines.torch_group import Group
-        from unisono.engines.torch_team import default_device
 
         self._channel = channel
         self._memory: SharedMemory | None = None
         self._models: dict[int, Any] = {}
         channel.send("ready")
-        self._group = Group(store, rank, size, default_device())
+        self._group = Group(dist.FileStore(store, size), rank, size, default_device())
 
     def serve(self) -> None:
-        from unisono.engines.torch_group import PeerLost
-
         while True:
             command, *arguments = self._channel.receive()
-            try:
-                getattr(self, f"do_{command}")(*arguments)
-            except PeerLost:
-                # Another replica has failed, and the first one looks for the cause. Leaving frees
-                # those who still wait for this one; the word says that it is not this one.
-                self._channel.send(("lost", None, ""))
-                os._exit(1)
+            getattr(self, f"do_{command}")(*arguments)
 
     def do_memory(self) -> None:
         self._memory = self._channel.receive_memory()
 
     def do_model(self, number: int, data: bytes, sync_batch_norm: bool, seed: int) -> None:
-        from unisono.engines.torch_replica import WorkerModel
+        from unisono.engines.torch_copy import WorkerModel
 
         self._models[number] = WorkerModel(data, self._group, sync_batch_norm, seed)
 
@@ -58,6 +50,9 @@ class Worker:
 
     def do_values(self, number: int, places: list[int], trainable: list[bool]) -> None:
         self._models[number].receive_values(places, trainable)
+
+    def do_checksums(self, number: int) -> None:
+        self._models[number].send_checksums()
 
     def do_step(self, number: int, name: str, layout: Any, num_rows: int, training: bool) -> None:
         assert self._memory is not None
@@ -77,22 +72,12 @@ def main() -> None:
     except EOFError:
         pass
     except BaseException as error:
+        # If another replica has failed, the first one looks for the cause: leaving frees those who
+        # still wait for this one, and the report says that it is not this one.
         report(channel, error)
         os._exit(1)
     # Not sys.exit: what the frameworks do at exit may wait for replicas that are gone.
     os._exit(0)
-
-
-def report(channel: Channel, error: BaseException) -> None:
-    text = "".join(traceback.format_exception(error))
-    try:
-        data = cloudpickle.dumps(error.with_traceback(None))
-    except Exception:
-        data = None
-    try:
-        channel.send(("error", data, text))
-    except OSError:
-        print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

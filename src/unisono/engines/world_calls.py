@@ -25,11 +25,16 @@ _SAVES = ("save", "save_weights", "export")
 
 
 class WorldCalls:
-    """Hooks on the calls of one model."""
+    """Hooks on the calls of one model.
 
-    def __init__(self, model: keras.Model, feed: Feed) -> None:
+    `settle(when)` makes all processes take over the chief's values; no step follows a `fit` to do
+    it.
+    """
+
+    def __init__(self, model: keras.Model, feed: Feed, settle: Callable[[str], None]) -> None:
         self._model = model
         self._feed = feed
+        self._settle = settle
         self._world = feed.world
         for name in _CALLS:
             bind(model, name, self._call(name))
@@ -51,7 +56,10 @@ class WorldCalls:
                 if is_outermost:
                     self._agree_on_randomness()
                 args, kwargs = self._adapted(name, method, args, kwargs)
-                return method(*args, **kwargs)
+                result = method(*args, **kwargs)
+            if name == "fit" and is_outermost:
+                self._settle("end of fit")
+            return result
 
         return call
 
@@ -151,6 +159,10 @@ def _random_state() -> dict[str, Any]:
     state: dict[str, Any] = {"numpy": [name, np.asarray(keys).tolist(), *rest]}
     version, numbers, gauss = random.getstate()
     state["python"] = [version, list(numbers), gauss]
+    if keras.backend.backend() == "tensorflow":
+        from tensorflow.python.eager.context import global_seed
+
+        state["tensorflow"] = global_seed()
     if keras.backend.backend() == "torch":
         import torch
 
@@ -163,6 +175,10 @@ def _set_random_state(state: dict[str, Any]) -> None:
     np.random.set_state((name, np.array(keys, "uint32"), *rest))
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
+    if state.get("tensorflow") is not None:
+        import tensorflow as tf
+
+        tf.random.set_seed(state["tensorflow"])
     if "torch" in state:
         import torch
 

@@ -1,0 +1,165 @@
+"""A model on JAX in a run of several processes: the compiler splits the step over all of them.
+
+As on the devices of one process, a step is the one-device program with other layouts. What differs
+is how arrays come and go: a process gives its rows of the global batch and sees its own copies of
+what a step returns, so that a callback may compute with them in one process only. Variables that
+were written since the last step are the chief's in the next one.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter, can_convert_arrays
+from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sample_weight
+
+from unisono.devices import Placement
+from unisono.engines.checksums import names_of, own_checksums
+from unisono.engines.hooks import bind, original, unbind
+from unisono.engines.interrupts import interrupts_held_back
+from unisono.engines.jax_collectives import JaxCollectives
+from unisono.engines.jax_functions import bind_makers, rebuild_functions, unbind_makers
+from unisono.engines.jax_state import KnownValues, StepState
+from unisono.engines.jax_world_mesh import peers_watched, world_mesh
+from unisono.engines.world_calls import WorldCalls
+from unisono.engines.world_feed import Feed, Share
+
+_STEPS = ("train_step", "test_step", "predict_step")
+_OTHERS = ("_make_function", "_get_jax_state", "jax_state_sync", "_symbolic_build")
+_known = KnownValues()
+
+
+class JaxWorldReplicas:
+    """A model whose state lies on every process' device, and whose batches are split over them."""
+
+    def __init__(self, model: keras.Model, placement: Placement, *, sync_batch_norm: bool) -> None:
+        self.placement = placement
+        self.sync_batch_norm = sync_batch_norm
+        self._model = model
+        self._mesh = world_mesh(placement.kind)
+        self._collectives = JaxCollectives(kind=placement.kind)
+        self._state = StepState(model, self._mesh, _known)
+        self._feed = Feed(self._mesh.world, needs_even_shares=True)
+        self._calls = WorldCalls(model, self._feed, self._settle)
+        for name in _STEPS:
+            bind(model, name, self._step(name))
+        bind_makers(model, 1 if sync_batch_norm else placement.num_replicas)
+        bind(model, "_make_function", self._make_function)
+        bind(model, "_get_jax_state", self._state.get)
+        bind(model, "jax_state_sync", self._state.sync)
+        bind(model, "_symbolic_build", self._build)
+        bind(model, "predict", self._built_before(vars(model)["predict"]))
+        rebuild_functions(model)
+        self._settle(f"parallel({model.name})")
+
+    def release(self) -> None:
+        self._calls.release()
+        unbind(self._model, *_STEPS, *_OTHERS)
+        unbind_makers(self._model)
+        self._list_all()
+        for variable in self._state.variables():
+            variable._value = jax.numpy.asarray(np.asarray(variable._value))
+        rebuild_functions(self._model)
+
+    def variable_names(self) -> list[str]:
+        return names_of(self._model)
+
+    def checksums(self) -> list[list[int]]:
+        return [own_checksums(self._model)]
+
+    def _built_before(self, predict: Callable[..., Any]) -> Callable[..., Any]:
+        def call(x: Any, batch_size: Any = None, *args: Any, **kwargs: Any) -> Any:
+            # Keras would build a model by a first batch, and find a share of one.
+            is_built = all(layer.built for layer in self._model._flatten_layers())
+            if not is_built and can_convert_arrays(x):
+                batches = ArrayDataAdapter(x, batch_size=batch_size).get_jax_iterator()
+                with keras.StatelessScope():
+                    self._model(unpack_x_y_sample_weight(next(iter(batches)))[0])
+            return predict(x, batch_size, *args, **kwargs)
+
+        return call
+
+    def _settle(self, when: str) -> None:
+        """Take over the chief's values of all variables, where no step follows to do it."""
+        self._list_all()
+        with self._feed.calling(when):
+            self._agree(Share(None, 0, True, 0))
+
+    def _list_all(self) -> None:
+        is_compiled = bool(self._model.compiled and self._model.optimizer is not None)
+        self._state.get(
+            trainable_variables=True,
+            non_trainable_variables=True,
+            optimizer_variables=is_compiled,
+            metrics_variables=is_compiled,
+        )
+
+    # -- what Keras' trainer calls -------------------------------------------------------------
+
+    def _step(self, name: str) -> Callable[..., Any]:
+        def step(state: Any, data: Any) -> Any:
+            results = original(self._model, name)(state, data)
+            if self._is_eager:
+                return results
+            # Whole on every device: a process can only see what lies on its own.
+            return jax.lax.with_sharding_constraint(results, self._mesh.replicated)
+
+        return step
+
+    def _make_function(self, step: Callable[..., Any], **options: Any) -> Any:
+        return original(self._model, "_make_function")(self._placed(step), **options)
+
+    def _placed(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        def run(state: Any, data: Any) -> Any:
+            self._state.list_like(state)
+            share = self._feed.cut(data)
+            self._agree(share)
+            with peers_watched(), interrupts_held_back():
+                if self._is_eager:
+                    outputs, state = step(self._state.seen(), self._whole(share))
+                else:
+                    outputs, state = step(self._state.take(), self._mesh.place(share))
+                self._state.publish(state, is_placed=not self._is_eager)
+            return keras.tree.map_structure(self._mesh.shown, outputs), state
+
+        return run
+
+    def _build(self, iterator: Any = None, data_batch: Any = None) -> Any:
+        return self._calls.build(original(self._model, "_symbolic_build"), iterator, data_batch)
+
+    @property
+    def _is_eager(self) -> bool:
+        return bool(self._model.run_eagerly or not self._model.jit_compile)
+
+    # -- agreement -----------------------------------------------------------------------------
+
+    def _agree(self, share: Share) -> None:
+        """Meet all processes before a step, and take over what the chief has written."""
+        places = self._feed.meet(share, self._state.changed(), self._describe)
+        if not places:
+            return
+        variables = self._state.variables()
+        own = [variables[place]._value for place in places]
+        self._state.accept(places, self._collectives.broadcast(own, root=0))
+
+    def _describe(self) -> list[str]:
+        return [f"{v.path} {v.dtype} {tuple(v.shape)}" for v in self._state.variables()]
+
+    def _whole(self, share: Share) -> Any:
+        """A global batch in each process, for steps that are not compiled.
+
+        Operations that run one by one on arrays of all processes would cost a meeting each, so
+        every process computes all of such a step.
+        """
+        if share.is_whole:
+            return share.data
+        num_own = share.num_rows // self._mesh.size
+
+        def gather(leaf: Any) -> Any:
+            if leaf is None or np.ndim(leaf) == 0 or len(leaf) != num_own:
+                return leaf
+            return jax.numpy.concatenate(self._collectives.gather(leaf))
+
+        return keras.tree.map_structure(gather, share.data)

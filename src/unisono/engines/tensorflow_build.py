@@ -1,0 +1,58 @@
+"""Create all variables of a model before its steps are traced, from what its data looks like."""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+
+from unisono.engines.hooks import original
+from unisono.engines.parts import optimizers_of
+
+
+def spec_of(iterator: Any) -> Any:
+    """What the data of an epoch iterator looks like.
+
+    Not a batch of it: taking one changes the order in which a PyDataset with workers yields the
+    others.
+    """
+    return iterator._distributed_dataset.element_spec
+
+
+def build(model: Any, prepare: Callable[[], None], data_batch: Any) -> None:
+    """Build a model for a batch, or for the specification of one.
+
+    `prepare` is called when variables may have been made, and readies them for replicas.
+    """
+    # A data set says so where there is nothing.
+    data_batch = keras.tree.map_structure(
+        lambda leaf: None if isinstance(leaf, tf.NoneTensorSpec) else leaf, data_batch
+    )
+    has_own_step = type(model).train_step is not TensorFlowTrainer.train_step
+    try:
+        model._symbolic_build(data_batch=data_batch)
+    except RuntimeError:
+        if not has_own_step:
+            raise
+        # A model with steps of its own needs no `call`, which Keras would build it by.
+    prepare()
+    if has_own_step and not all(o.built for o in optimizers_of(model)):
+        _trace_alone(model, data_batch)
+        prepare()
+
+
+def build_for_prediction(model: Any, prepare: Callable[[], None], data: Any) -> None:
+    """Build a model that predicts before it is trained."""
+    x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+    spec = keras.tree.map_structure(
+        lambda t: keras.KerasTensor(t.shape, keras.backend.standardize_dtype(t.dtype)), x
+    )
+    keras.src.backend.compute_output_spec(model, spec, training=False)
+    prepare()
+
+
+def _trace_alone(model: Any, data_batch: Any) -> None:
+    """Trace a user's own step as on one device: so it makes the variables that it needs."""
+    step = model._autoconvert_optionals(original(model, "train_step"))
+    tf.function(step, autograph=False).get_concrete_function(data_batch)

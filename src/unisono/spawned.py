@@ -1,0 +1,59 @@
+"""The process of one replica of `unisono.spawn`: runs the function it is sent, and answers.
+
+Run as `python -m unisono.spawned FILE RANK SIZE`, where FILE is the number of the inherited
+socket. By then `import unisono` has joined the run that the variables of its environment describe.
+"""
+
+import os
+import signal
+import socket
+import sys
+
+import cloudpickle
+
+from unisono.devices import Policy
+from unisono.engines.settings import apply_policy
+from unisono.launch.answers import answer, report
+from unisono.launch.channel import Channel
+from unisono.launch.lifeline import end_with_parent
+from unisono.launch.world import current_world
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    line = socket.socket(fileno=int(sys.argv[1]))
+    end_with_parent(line)
+    channel = Channel(line)
+    code = 1
+    try:
+        _serve(channel)
+        code = 0
+    except EOFError:
+        pass
+    except BaseException as error:
+        report(channel, error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: what the frameworks do at exit may wait for replicas that are gone.
+    os._exit(code)
+
+
+def _serve(channel: Channel) -> None:
+    task, cores = channel.receive()
+    if cores:
+        os.sched_setaffinity(0, cores)
+    if (policy := Policy.from_environment()) != Policy():
+        apply_policy(policy, Policy())
+    # Before the function, which may use a framework as it comes: that joins the run here.
+    import keras  # noqa: F401
+
+    function, args, kwargs = cloudpickle.loads(task)
+    result = function(*args, **kwargs)
+    world = current_world()
+    if world is not None:
+        world.leave()  # Not lost: whoever still waits for this one is told that it has ended.
+    answer(channel, result)
+
+
+if __name__ == "__main__":
+    main()

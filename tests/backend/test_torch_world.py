@@ -1,0 +1,180 @@
+"""torch in a run of several processes: collectives, and models that stay alike."""
+
+import os
+import time
+
+import numpy as np
+import pytest
+from twins import BACKEND, TOLERANCE, apart
+
+import unisono
+
+if BACKEND != "torch":
+    pytest.skip("torch's part of a run of several processes", allow_module_level=True)
+
+import torch
+import torch_world
+from torch_world import DTYPES, OPS, SUBSET
+
+SIZE = 3
+RANKS = range(SIZE)
+
+
+@pytest.fixture(scope="module")
+def every():
+    """What each process found."""
+    return unisono.spawn(torch_world.found_by_each, replicas=SIZE)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_reduce(every, op):
+    numpy_op = {"sum": np.sum, "min": np.min, "max": np.max, "product": np.prod}[op]
+    own, other, scalar = (numpy_op(v) for v in ([1, 2, 3], [3, 3, 3], [2.0, 3.0, 4.0]))
+    truth = op in ("sum", "max")
+    for found in every:
+        assert found["reduced"][op] == [[own, other]] * len(DTYPES) + [scalar]
+        assert found["reduced"][op, "bool"] == [[True, truth, False]]
+
+
+def test_reduce_of_what_is_not_contiguous_and_of_nothing(every):
+    for found in every:
+        assert found["reduced"]["transposed"] == [[[0, 9], [3, 12], [6, 15]], []]
+
+
+def test_gather_of_unequal_lengths(every):
+    for found in every:
+        for name, parts in found["gathered"]["by type"].items():
+            truth = bool if name == "bool" else int
+            assert parts == [[[truth(r)] * 2] * r for r in RANKS]
+        assert found["gathered"]["scalars"] == [0, 1, 2]
+
+
+def test_broadcast_from_any_rank(every):
+    for found in every:
+        *vectors, scalar, column = found["sent"]["broadcast"]
+        assert vectors == [[1, 1]] * (len(DTYPES) + 1)
+        assert (scalar, column) == (1, [[1], [0]])
+
+
+def test_all_to_all_with_splits(every):
+    received = [found["sent"]["all to all"] for found in every]
+    assert received[0] == ([[100, 101], [200, 201], [202, 203]], [0, 1, 2])
+    assert received[1] == ([], [0, 0, 0])
+    assert received[2] == ([[0, 1], [102, 103], [204, 205]], [1, 1, 1])
+    assert all(found["sent"]["nothing"] == ((0, 3), [0, 0, 0]) for found in every)
+
+
+def test_reduce_scatter_gives_the_first_ranks_one_row_more(every):
+    assert [found["sent"]["scattered"] for found in every] == [
+        [[0, 6], [12, 18]],
+        [[24, 30]],
+        [[36, 42]],
+    ]
+
+
+def test_collectives_of_some_ranks(every):
+    expected = [(SUBSET.index(r), len(SUBSET), [[0], [2]]) if r in SUBSET else None for r in RANKS]
+    assert [found["of_some"] for found in every] == expected
+
+
+def test_ranks_that_cannot_be(every):
+    for rank, found in enumerate(every):
+        outside, without = found["refused"]
+        assert "ranks [7]; the ranks of this run are 0 to 2" in outside
+        assert f"in rank {rank}, which is none of them" in without
+
+
+def test_a_process_alone_has_no_collectives():
+    with pytest.raises(unisono.StrategyError, match="unisono run"):
+        torch_world.collectives()
+
+
+def test_nothing_listens_beyond_loopback(every):
+    for found in every:
+        assert set(found["listening"]) == {"127.0.0.1"}
+
+
+# -- models ---------------------------------------------------------------------------------------
+
+
+def test_all_begin_with_the_chiefs_values(every):
+    chief = every[0]["followed"]["own"]
+    assert apart(chief, every[1]["followed"]["own"]) > 0
+    assert all(apart(chief, found["followed"]["adopted"]) == 0 for found in every)
+
+
+def test_what_is_changed_between_steps_becomes_the_chiefs(every):
+    chief = every[0]["followed"]
+    for found in (found["followed"] for found in every):
+        assert apart(chief["one that is not the chief"], found["one that is not the chief"]) == 0
+        assert apart(chief["the chief"], found["the chief"]) == 0
+        assert found["is trainable"] == [True, False, True, True]
+        assert found["moved"] == 0
+    kernels = [chief[name][0] for name in ("one that is not the chief", "the chief")]
+    assert 0.5 < np.mean(kernels[1] - kernels[0]) < 1.5
+    assert "alone" in every[2]["followed"]
+
+
+def test_random_numbers_differ_in_steps_only(every):
+    parts = [found["random"] for found in every]
+    drawn = {tuple(numbers) for part in parts for numbers in part["in steps"]}
+    assert len(drawn) == 2 * SIZE
+    assert all(part["is outside the same"] for part in parts)
+    assert len({tuple(part["outside"]) for part in parts}) == 1
+    assert len({tuple(part["seed"]) for part in parts}) == SIZE
+
+
+def test_a_model_that_its_first_call_builds(every):
+    first = every[0]["unbuilt"]["predicted"]
+    assert first.shape == (8, 1)
+    for found in every:
+        assert (found["unbuilt"]["predicted"] == first).all()
+        assert "begin with different weights" in found["unbuilt"]["error"]
+
+
+def test_a_loss_of_the_whole_batch_where_rows_are_fewer_than_processes(every):
+    expected = torch_world.whole(adopt=lambda model: model)
+    for found in every:
+        assert apart(expected, found["whole"]) <= TOLERANCE
+
+
+def ends_in_a_step(marker):
+    model = torch_world.made()
+    unisono.parallel(model)
+    torch_world.step(model)
+    if torch_world.rank() == 1:
+        os._exit(7)
+    try:
+        model.train_step(torch_world.rows(8))
+    except unisono.PeerLostError:
+        marker.write_text("told")
+        time.sleep(0.5)
+        raise
+
+
+def test_a_process_that_ends_is_named(tmp_path):
+    marker = tmp_path / "marker"
+    with pytest.raises(unisono.WorkerError, match=r"Replica 1 \(process \d+\) exited with code 7"):
+        unisono.spawn(ends_in_a_step, (marker,), replicas=2)
+    assert marker.read_text() == "told"
+
+
+def ends_in_a_collective(marker):
+    own = torch_world.collectives()
+    own.barrier()
+    if torch_world.rank() == 1:
+        os._exit(7)
+    try:
+        own.reduce([torch.ones(3)], "sum")
+    except unisono.PeerLostError as error:
+        marker.write_text(str(error))
+        raise
+
+
+def test_a_collective_does_not_wait_for_who_is_gone(tmp_path):
+    marker = tmp_path / "marker"
+    began = time.monotonic()
+    with pytest.raises(unisono.WorkerError, match=r"Replica 1 \(process \d+\) exited with code 7"):
+        unisono.spawn(ends_in_a_collective, (marker,), replicas=2)
+    assert time.monotonic() - began < 60
+    assert "Another process of the group is gone" in marker.read_text()

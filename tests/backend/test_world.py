@@ -1,0 +1,175 @@
+"""One replica in each of several processes: the same promises, kept across processes.
+
+The processes are started once, by `unisono run`, and go through all checks of world_program.py.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from own_loops import LOOPS
+
+from unisono.bench.case import FLOAT32
+from unisono.bench.cases import CASES
+from unisono.bench.cell import read_cells
+from unisono.bench.compare import largest_deviation
+
+HERE = Path(__file__).parent
+BACKEND = keras.backend.backend()
+CONTRACT = """adam global_clipnorm accumulation batch_norm_conv batch_norm_masking embedding_adam
+masked_gru dice auc sample_weight_masked own_train_step rows_47_batch_24 rows_1_batch_4 generator
+tf_data py_dataset shuffle train_on_batch_odd predict_sizes""".split()  # noqa: SIM905
+
+
+def run(*arguments: str, size: int = 2, timeout_s: float = 280) -> Any:
+    """`unisono run` in a process of its own, without what tests inherit from their own run."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("UNISONO_")}
+    command = [sys.executable, "-m", "unisono", "run", "--replicas", str(size), *arguments]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s)
+
+
+class World:
+    """What each process of the program found, and what was shown."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.done = run(str(HERE / "world_program.py"), str(folder))
+        files = sorted(folder.glob("rank-*.json"))
+        assert self.done.returncode == 0, self.done.stdout + self.done.stderr
+        self.ranks = [json.loads(file.read_text()) for file in files]
+
+    def found(self, check: str) -> list[Any]:
+        found = [rank[check] for rank in self.ranks]
+        failed = [f["failed"] for f in found if isinstance(f, dict) and "failed" in f]
+        assert not failed, failed[0]
+        return found
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> World:
+    return World(tmp_path_factory.mktemp("world"))
+
+
+def test_every_process_knows_its_place(world):
+    assert world.found("facts") == [[0, 2, 0, 0, True], [1, 2, 1, 0, False]]
+
+
+def test_the_chief_alone_is_shown(world):
+    assert world.done.stdout.count("unisono: ") == world.done.stdout.count("unisono: " + BACKEND)
+    assert f"{BACKEND}, 2 replicas on a cpu in each of 2 processes" in world.done.stdout
+    assert "global batch 12 = 2 x 6 per replica" in world.done.stdout
+
+
+def test_all_begin_with_the_chiefs_weights_and_stay_equal(world):
+    first, second = world.found("begins_with_the_chiefs_weights")
+    assert first == second
+    assert len(first["predict"]) == 23
+
+
+def test_one_process_may_compute_with_the_values_alone(world):
+    first, second = world.found("a_rank_may_compute_alone")
+    assert isinstance(first, float)
+    assert second is None
+
+
+def test_what_the_chief_changes_holds_everywhere(world):
+    first, second = world.found("chief_changes_values")
+    assert first == second
+    assert first["rate"] == pytest.approx(0.003)
+
+
+def test_what_others_change_does_not(world):
+    first, second = world.found("others_do_not_win")
+    assert first == second
+    assert first["num_batches"] == 4
+    assert first["rate"] == pytest.approx(0.01)
+
+
+def test_all_stop_when_the_chief_does(world):
+    assert world.found("chief_stops") == [2, 2]
+    assert world.found("early_stopping") == [2, 2]
+
+
+def test_files_are_written_by_the_chief_alone(world):
+    first, second = world.found("files")
+    assert second["opened"] == []
+    # A path of its own is a process' own business.
+    assert (world.folder / "files" / "own-1.weights.h5").exists()
+    assert {"best-1.keras", "best-2.keras", "log.csv", "model.keras"} <= set(first["opened"])
+    assert first["is_there"]
+    assert second["is_there"]
+    assert first["is_same"]
+    assert second["is_same"]
+    lines = (world.folder / "files" / "log.csv").read_text().splitlines()
+    assert len(lines) == 3
+
+
+def test_a_backup_is_restored_everywhere(world):
+    assert world.found("backup_is_restored") == [1, 1]
+
+
+def test_shuffles_agree_whatever_the_random_states(world):
+    first, second = world.found("random_states_that_differ")
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("check", "words"),
+    [
+        ("streams_that_differ", ["fit, step 3", "different rows", "distribute_dataset"]),
+        ("rows_that_differ", ["fit, step 1", "[24, 23] rows"]),
+        ("steps_that_differ", ["fit, step 4", "end of epoch 1"]),
+        ("calls_that_differ", ["predict", "evaluate", "is_chief"]),
+        ("models_that_differ", ["different models", "rank 1"]),
+    ],
+)
+def test_a_difference_is_an_error_of_all(world, check, words):
+    for told in world.found(check):
+        assert told.startswith("DisagreementError"), told
+        assert all(word in told for word in words), told
+
+
+def test_the_world_decides_how_many_replicas_there_are(world):
+    for told in world.found("another_number_of_replicas"):
+        assert told.startswith("DeviceError: Asked for replicas=7 in a run of 2 processes")
+
+
+def test_replicas_that_differ_are_found(world):
+    for same, told in world.found("replicas_are_checked"):
+        assert same == world.found("replicas_are_checked")[0][0]
+        assert told.startswith("DisagreementError")
+        assert "kernel" in told
+
+
+def test_an_own_loop_gives_what_one_device_gives(world):
+    expected = [LOOPS[BACKEND](None, rows) for rows in (35, 33)]
+    for found in world.found("own_loop"):
+        actual = [[np.asarray(part) for part in loop] for loop in found]
+        deviation = largest_deviation(expected, actual)
+        assert deviation.value <= FLOAT32, deviation
+
+
+@pytest.fixture(scope="module")
+def cells(tmp_path_factory) -> dict[str, Any]:
+    """Cases of the contract, measured in a run of two processes."""
+    out = tmp_path_factory.mktemp("cells") / "cells.jsonl"
+    names = [case.name for case in CASES if case.name in CONTRACT]
+    options = ["--out", str(out), "--replicas", "2", "--cases", ",".join(names)]
+    done = run("-m", "unisono.bench.measure", *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {cell.case: cell for cell in read_cells(out)}
+
+
+@pytest.mark.parametrize("name", CONTRACT)
+def test_processes_agree_with_one_device(name, cells):
+    cell = cells[name]
+    if cell.skipped is not None:
+        pytest.skip(cell.skipped)
+    assert cell.processes == 2
+    assert not cell.failed, f"{cell.deviation} at {cell.where}"

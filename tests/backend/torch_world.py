@@ -1,0 +1,256 @@
+"""What the processes of test_torch_world do, and what they find."""
+
+import os
+import socket
+import struct
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import torch
+from twins import mlp, rows, sgd, state
+
+import unisono
+from unisono.engines import load_engine
+from unisono.launch.world import current_world
+
+DTYPES = ("float16", "float32", "float64", "bfloat16", "uint8", "int8", "int16", "int32", "int64")
+OPS = ("sum", "min", "max", "product")
+SUBSET = [0, 2]
+
+
+def rank() -> int:
+    return unisono.topology().rank
+
+
+def found_by_each() -> dict[str, Any]:
+    """All of it in one run, which takes long to start."""
+    parts = (reduced, gathered, sent, of_some, refused, listening, followed, random, unbuilt, whole)
+    return {part.__name__: part() for part in parts}
+
+
+def collectives(ranks: Any = None) -> Any:
+    return load_engine("torch").collectives(ranks)
+
+
+def plain(value: Any) -> Any:
+    """What can be compared and pickled."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    return [plain(part) for part in value]
+
+
+# -- collectives ----------------------------------------------------------------------------------
+
+
+def reduced() -> dict[Any, Any]:
+    every = collectives()
+    results = {}
+    for op in OPS:
+        own = [torch.tensor([rank() + 1, 3], dtype=getattr(torch, name)) for name in DTYPES]
+        totals = every.reduce([*own, torch.tensor(2.0 + rank())], op)
+        assert [t.dtype for t in totals] == [*(o.dtype for o in own), torch.float32]
+        results[op] = plain(totals)
+        truths = every.reduce([torch.tensor([True, rank() == 1, False])], op)
+        results[op, "bool"] = plain(truths)
+    transposed = torch.arange(6.0).view(2, 3).T
+    results["transposed"] = plain(every.reduce([transposed, torch.empty(0, 4)], "sum"))
+    return results
+
+
+def gathered() -> dict[str, Any]:
+    every = collectives()
+    by_type = {
+        name: plain(every.gather(torch.full((rank(), 2), rank(), dtype=getattr(torch, name))))
+        for name in (*DTYPES, "bool")
+    }
+    scalars = every.gather(torch.tensor(float(rank())))
+    return {"by type": by_type, "scalars": plain(scalars)}
+
+
+def sent() -> dict[str, Any]:
+    every = collectives()
+    own = [torch.full((2,), rank(), dtype=getattr(torch, name)) for name in (*DTYPES, "bool")]
+    broadcast = every.broadcast([*own, torch.tensor(float(rank())), torch.eye(2)[:, :1]], 1)
+    assert plain(own[0]) == [rank(), rank()]
+    # Rank r gives r rows to the first, none to the second and one to the third.
+    rows_out = torch.arange((rank() + 1) * 2).view(-1, 2) + 100 * rank()
+    exchanged, sizes = every.all_to_all(rows_out, [rank(), 0, 1])
+    none, no_sizes = every.all_to_all(torch.empty(0, 3), [0, 0, 0])
+    scattered = every.reduce_scatter(torch.arange(8.0).view(4, 2) * (rank() + 1), "sum")
+    every.barrier()
+    return {
+        "broadcast": plain(broadcast),
+        "all to all": (plain(exchanged), sizes),
+        "nothing": (tuple(none.shape), no_sizes),
+        "scattered": plain(scattered),
+    }
+
+
+def of_some() -> Any:
+    if rank() not in SUBSET:
+        return None
+    some = collectives(SUBSET)
+    assert collectives(reversed(SUBSET)).rank == some.rank
+    return some.rank, some.size, plain(some.gather(torch.tensor([rank()])))
+
+
+def refused() -> list[str]:
+    messages = []
+    for ranks in ([0, 7], [(rank() + 1) % 3]):
+        try:
+            collectives(ranks)
+        except unisono.StrategyError as error:
+            messages.append(str(error))
+    return messages
+
+
+def listening() -> list[str]:
+    """The addresses at which this process listens."""
+    own = {os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
+    found = []
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        _, local, _, status, *rest = line.split()
+        if status == "0A" and f"socket:[{rest[5]}]" in own:
+            number = int(local.split(":")[0], 16)
+            found.append(socket.inet_ntoa(struct.pack("=I", number)))
+    everywhere = Path("/proc/net/tcp6").read_text().splitlines()[1:]
+    found += ["::" for line in everywhere if f"socket:[{line.split()[9]}]" in own]
+    return found
+
+
+# -- models ---------------------------------------------------------------------------------------
+
+
+def made(build: Any = mlp, **options: Any) -> Any:
+    keras.utils.set_random_seed(rank() + 5)
+    model = build()
+    model.compile(**{"optimizer": sgd(), "loss": "mse", **options})
+    return model
+
+
+def step(model: Any) -> None:
+    x, y = rows(8)
+    model.train_on_batch(x, y)
+
+
+def followed() -> dict[str, Any]:
+    """What is changed outside of a step is the chief's after the next one."""
+    model = made()
+    own = state(model)
+    unisono.parallel(model)
+    results = {"own": own, "adopted": state(model)}
+    step(model)
+    hidden, out = model.layers
+    if rank() == 1:
+        hidden.kernel.assign(hidden.kernel + 1.0)
+    step(model)
+    results["one that is not the chief"] = state(model)
+    if rank() == 0:
+        hidden.kernel.assign(hidden.kernel + 1.0)
+        hidden.bias.trainable = False
+        model.optimizer.learning_rate = 0.01
+    before = keras.ops.convert_to_numpy(hidden.bias)
+    step(model)
+    results["the chief"] = state(model)
+    results["is trainable"] = [v.trainable for v in model.weights]
+    results["moved"] = float(np.abs(keras.ops.convert_to_numpy(hidden.bias) - before).max())
+    # Each may look at its values alone, and compute with them.
+    if rank() == 2:
+        results["alone"] = float(keras.ops.sum(out.kernel))
+        model(rows(3)[0])
+    return results
+
+
+class Noise(keras.layers.Layer):
+    """Adds what torch's own generator draws."""
+
+    drawn: Any = None
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if training:
+            self.drawn = torch.rand(3)
+        return x
+
+
+def random() -> dict[str, Any]:
+    noise, dropout = Noise(), keras.layers.Dropout(0.5)
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((4,)), noise, dropout, keras.layers.Dense(1)])
+    model.compile(sgd(), "mse")
+    unisono.parallel(model)
+    before = torch.get_rng_state()
+    drawn = []
+    for _ in range(2):
+        step(model)
+        drawn.append(plain(noise.drawn))
+    return {
+        "in steps": drawn,
+        "is outside the same": bool(torch.equal(before, torch.get_rng_state())),
+        "outside": plain(torch.rand(2)),
+        "seed": plain(dropout.seed_generator.state.value),
+    }
+
+
+class Late(keras.Model):
+    """Built by its first call; trains without Keras' symbolic build."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = keras.layers.Dense(1)
+        self.optimizer_of_its_own = sgd()
+
+    def call(self, x: Any) -> Any:
+        return self.out(x)
+
+    def train_step(self, data: Any) -> Any:
+        x, y, *_ = data
+        loss = keras.ops.mean(keras.ops.square(self(x) - y))
+        self.zero_grad()
+        loss.backward()
+        weights = self.out.trainable_weights
+        self.optimizer_of_its_own.apply([v.value.grad for v in weights], weights)
+        return {"loss": loss}
+
+    def _symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
+        """As for a model that has no `call`."""
+
+
+def unbuilt() -> dict[str, Any]:
+    x, y = rows(8)
+    model = made(Late, optimizer=None, loss=None)
+    unisono.parallel(model)
+    predicted = model.predict(x, batch_size=4, verbose=0)
+    error = ""
+    model = made(Late, optimizer=None, loss=None)
+    unisono.parallel(model)
+    try:
+        model.train_on_batch(x, y)
+    except unisono.StrategyError as found:
+        error = str(found)
+    current_world().exchange("all of them failed", None)
+    return {"predicted": predicted, "error": error}
+
+
+def root_of_mean(y_true: Any, y_pred: Any) -> Any:
+    """No mean over samples: it needs the outputs of all replicas."""
+    return keras.ops.sqrt(keras.ops.mean(keras.ops.square(y_true - y_pred)) + 0.1)
+
+
+class RootOfMean(keras.losses.Loss):
+    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        return root_of_mean(y_true, y_pred)
+
+
+def whole(adopt: Any = unisono.parallel) -> list[Any]:
+    """Batches of 4, 4 and 2 rows; the last has fewer rows than there are processes."""
+    keras.utils.set_random_seed(3)
+    model = mlp()
+    model.compile(sgd(), RootOfMean(), metrics=["mae", keras.metrics.R2Score()])
+    adopt(model)
+    x, y = rows(10)
+    history = model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0).history
+    scores = model.evaluate(x, y, batch_size=4, verbose=0)
+    predicted = model.predict(x, batch_size=4, verbose=0)
+    return [*state(model), *map(np.asarray, history.values()), np.asarray(scores), predicted]
