@@ -1,0 +1,1 @@
+"""A place for `unisono.horovod.tensorflow.keras`; the interface is that of `unisono.horovod`."""
