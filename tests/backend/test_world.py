@@ -22,9 +22,28 @@ from unisono.bench.compare import largest_deviation
 
 HERE = Path(__file__).parent
 BACKEND = keras.backend.backend()
-CONTRACT = """adam global_clipnorm accumulation batch_norm_conv batch_norm_masking embedding_adam
-masked_gru dice auc sample_weight_masked own_train_step rows_47_batch_24 rows_1_batch_4 generator
-tf_data py_dataset shuffle train_on_batch_odd predict_sizes""".split()  # noqa: SIM905
+CONTRACT = (
+    "global_clipnorm",
+    "batch_norm_conv",
+    "embedding_adam",
+    "dice",
+    "own_train_step",
+    "rows_47_batch_24",
+    "generator",
+    "shuffle",
+)
+MORE_OF_IT = (
+    "accumulation",
+    "batch_norm_masking",
+    "masked_gru",
+    "auc",
+    "sample_weight_masked",
+    "rows_1_batch_4",
+    "tf_data",
+    "py_dataset",
+    "train_on_batch_odd",
+    "predict_sizes",
+)
 
 
 def run(*arguments: str, size: int = 2, timeout_s: float = 280) -> Any:
@@ -155,21 +174,39 @@ def test_an_own_loop_gives_what_one_device_gives(world):
         assert deviation.value <= FLOAT32, deviation
 
 
-@pytest.fixture(scope="module")
-def cells(tmp_path_factory) -> dict[str, Any]:
+def measured(names: tuple[str, ...], folder: Path) -> dict[str, Any]:
     """Cases of the contract, measured in a run of two processes."""
-    out = tmp_path_factory.mktemp("cells") / "cells.jsonl"
-    names = [case.name for case in CASES if case.name in CONTRACT]
+    out = folder / "cells.jsonl"
+    assert {case.name for case in CASES} >= set(names)
     options = ["--out", str(out), "--replicas", "2", "--cases", ",".join(names)]
     done = run("-m", "unisono.bench.measure", *options)
     assert done.returncode == 0, done.stdout + done.stderr
     return {cell.case: cell for cell in read_cells(out)}
 
 
-@pytest.mark.parametrize("name", CONTRACT)
-def test_processes_agree_with_one_device(name, cells):
-    cell = cells[name]
+def check(cell: Any) -> None:
     if cell.skipped is not None:
         pytest.skip(cell.skipped)
     assert cell.processes == 2
     assert not cell.failed, f"{cell.deviation} at {cell.where}"
+
+
+@pytest.fixture(scope="module")
+def cells(tmp_path_factory) -> dict[str, Any]:
+    return measured(CONTRACT, tmp_path_factory.mktemp("cells"))
+
+
+@pytest.mark.parametrize("name", CONTRACT)
+def test_processes_agree_with_one_device(name, cells):
+    check(cells[name])
+
+
+@pytest.fixture(scope="module")
+def more_cells(tmp_path_factory) -> dict[str, Any]:
+    return measured(MORE_OF_IT, tmp_path_factory.mktemp("more-cells"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE_OF_IT)
+def test_they_agree_in_more_cases(name, more_cells):
+    check(more_cells[name])
