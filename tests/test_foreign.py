@@ -1,5 +1,6 @@
 """Processes of another launcher find each other: by a file, or by a port that they work out."""
 
+import contextlib
 import json
 import os
 import socket
@@ -182,10 +183,12 @@ def test_a_port_that_is_taken_is_passed_over():
     """Here two processes of one machine take each other for hosts of a cluster."""
     env = tf_config("worker", 0, worker=["127.0.0.1:1", "localhost:1"]) | {"UNISONO_SECRET": "s"}
     facts = read_topology(env)
-    first, second, *_ = meeting_place(facts, env).ports
-    with socket.create_server(("127.0.0.1", first)):
+    first, *others = meeting_place(facts, env).ports
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # By somebody else, which will do.
+            stack.enter_context(socket.create_server(("127.0.0.1", first)))
         found, secret = arrange(facts, env, start_timeout_s=5)
-        assert found.coordinator == f"127.0.0.1:{second}"
+        assert found.coordinator in [f"127.0.0.1:{port}" for port in others]
         other = Topology(1, 2, 0, 1, 1, 2, None, "tf_config")
         assert arrange(other, env, start_timeout_s=5)[0].coordinator == found.coordinator
         with pytest.raises(LaunchError, match="Rank 0 was not found at "):

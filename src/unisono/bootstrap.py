@@ -33,6 +33,9 @@ _ECHOES = {"PeerLost", "PeerLostError"}
 
 def main() -> None:
     line_file, dump_file, dump_signal, cores, *program = sys.argv[1:]
+    for stream in (sys.stdout, sys.stderr):
+        # Whole lines at once, so that those of several processes do not mix; and no later.
+        stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
     if cores != "-":
         os.sched_setaffinity(0, map(int, cores.split(",")))
     line = socket.socket(fileno=int(line_file))

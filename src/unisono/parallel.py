@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import keras
 
 _ADOPTED = "_unisono"
+_DISTRIBUTED = "_unisono_horovod"  # What unisono.horovod, a room above, keeps on an optimizer.
 
 
 def parallel(
@@ -50,6 +51,7 @@ def spread(
     import keras
 
     check_model(model)
+    _check_optimizer(model)
     engine = load_engine(keras.backend.backend())
     before: Adopted | None = vars(model).get(_ADOPTED)
     if before is not None:
@@ -114,6 +116,15 @@ def check_model(model: object) -> None:
         raise ModelError(
             f"Asked to parallelize a {type(model).__name__}; unisono.parallel takes a keras.Model "
             "(Sequential, functional or subclassed). Pass the model itself."
+        )
+
+
+def _check_optimizer(model: Any) -> None:
+    if _DISTRIBUTED in vars(getattr(model, "optimizer", None) or object):
+        raise ModelError(
+            "Asked to parallelize a model that was compiled with hvd.DistributedOptimizer; both "
+            "would reduce its gradients. Leave out one: unisono.parallel splits a global batch, "
+            "hvd.DistributedOptimizer trains each process on batches of its own."
         )
 
 

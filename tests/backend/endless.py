@@ -1,4 +1,4 @@
-"""`endless.py FOLDER` trains until it is ended; it writes pid-RANK and, once it trains, ready-RANK."""
+"""`endless.py FOLDER` trains until it is ended; it writes pid-RANK, then ready-RANK."""
 
 import os
 import sys

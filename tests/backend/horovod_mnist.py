@@ -83,7 +83,7 @@ def main():
     # Horovod: adjust number of steps based on number of GPUs.
     history = mnist_model.fit(
         dataset,
-        steps_per_epoch=8 // hvd.size(),
+        steps_per_epoch=32 // hvd.size(),
         callbacks=callbacks,
         epochs=4,
         verbose=verbose,

@@ -560,6 +560,9 @@ def test_a_parallel_model_takes_no_distributed_optimizer():
     with pytest.raises(unisono.ModelError, match="both would reduce its gradients"):
         model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD()), "mse")
     unisono.release(model)
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD()), "mse")
+    with pytest.raises(unisono.ModelError, match="both would reduce its gradients"):
+        unisono.parallel(model, replicas=2)
 
 
 def test_a_world_of_one_trains_as_keras_does(tmp_path):

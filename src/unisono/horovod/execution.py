@@ -139,6 +139,14 @@ def _engine(process_set: ProcessSet) -> Any:
 
 
 def _allreduce(engine: Any, request: Request, tensors: Sequence[Any]) -> list[Any]:
+    if keras.backend.backend() != "jax" or len(tensors) == 1:
+        return _reduce(engine, request, tensors)
+    from unisono.horovod.jax_packing import pack, unpack
+
+    return unpack(_reduce(engine, request, pack(tensors)), tensors)
+
+
+def _reduce(engine: Any, request: Request, tensors: Sequence[Any]) -> list[Any]:
     before, after = request.scales
     op = "sum" if request.op == "Average" else request.op.lower()
     results = engine.reduce([scale(tensor, before) for tensor in tensors], op)
