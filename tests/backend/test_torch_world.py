@@ -163,6 +163,7 @@ def ends_in_a_collective(marker):
     own = torch_world.collectives()
     own.barrier()
     if torch_world.rank() == 1:
+        time.sleep(1.0)  # The other one must be out of the barrier.
         os._exit(7)
     try:
         own.reduce([torch.ones(3)], "sum")

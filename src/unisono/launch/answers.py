@@ -7,6 +7,7 @@ is to load nothing that a program may not need.
 
 import sys
 import traceback
+from collections.abc import Iterable
 from typing import Any
 
 from unisono.errors import PeerLostError, WorkerError
@@ -67,9 +68,12 @@ def collect(workers: Workers, advice: str) -> list[Any]:
     return [results[rank] for rank in range(workers.size)]
 
 
-def first_cause(workers: Workers, advice: str) -> BaseException:
-    """Why a collective failed: what a worker raised, or how it ended."""
-    bystanders = set()
+def first_cause(workers: Workers, advice: str, echoes: Iterable[int] = ()) -> BaseException:
+    """Why a collective failed: what a worker raised, or how it ended.
+
+    `echoes` are the ranks that have told of another one's end already.
+    """
+    bystanders = set(echoes)
     while (told := workers.pending(timeout_s=_AFTERMATH_S)) is not None:
         worker, (kind, data, text) = told
         if kind == "error":
@@ -108,4 +112,4 @@ def _cause(workers: Workers, first: Any, gone: list[Worker], advice: str) -> Bas
     if errors:
         worker, (_, data, text) = errors[0]
         return worker_error(worker.rank, data, text)
-    return first_cause(workers, advice)
+    return first_cause(workers, advice, spoke)
