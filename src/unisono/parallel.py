@@ -120,7 +120,8 @@ def check_model(model: object) -> None:
 
 
 def _check_optimizer(model: Any) -> None:
-    if _DISTRIBUTED in vars(getattr(model, "optimizer", None) or object):
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None and _DISTRIBUTED in vars(optimizer):
         raise ModelError(
             "Asked to parallelize a model that was compiled with hvd.DistributedOptimizer; both "
             "would reduce its gradients. Leave out one: unisono.parallel splits a global batch, "

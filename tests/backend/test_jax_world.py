@@ -133,8 +133,9 @@ def test_values_between_steps_are_those_of_one_process(training):
     assert [found["values_stay_local"] for found in training[0]] == [[True]] * 2
 
 
-def test_nothing_of_joining_is_printed(training):
+def test_nothing_of_joining_or_leaving_is_printed(training):
     assert "Gloo" not in training[1].output()
+    assert "coordination" not in training[1].output()
 
 
 def test_nothing_of_a_run_is_left(training):

@@ -6,7 +6,9 @@ A new release that moves one fails here first, with a message that says who uses
 import ast
 import importlib
 import inspect
+import itertools
 import re
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,6 +130,38 @@ def routes_by_key(model: Any) -> bool:
     several.build(model.trainable_variables)
     keys = {several._var_key(variable) for variable in model.trainable_variables}
     return several._var_to_optimizer_idx == dict.fromkeys(keys, 0) and several.optimizers == [sgd]
+
+
+def restores_through_the_variable(model: Any) -> bool:
+    import tensorflow as tf
+
+    calls = []
+    variable = tf.Variable(1.0)
+
+    class Noting(type(variable)):
+        def _restore_from_tensors(self, tensors: Any) -> Any:
+            calls.append(1)
+            return super()._restore_from_tensors(tensors)
+
+    variable.__class__ = Noting
+    with tempfile.TemporaryDirectory() as folder:
+        path = tf.train.Checkpoint(variable=variable).write(f"{folder}/checkpoint")
+        tf.train.Checkpoint(variable=variable).read(path)
+    return calls == [1]
+
+
+def evaluates_at_each_call(model: Any) -> bool:
+    import tensorflow as tf
+
+    count = itertools.count()
+    spec = tf.TensorSpec([], tf.int32)
+
+    def number() -> Any:
+        graph = tf.compat.v1.get_default_graph()
+        return graph.capture_call_time_value(lambda: tf.constant(next(count)), spec, key="number")
+
+    function = tf.function(lambda: number() + number())
+    return [int(function()), int(function())] == [0, 2]
 
 
 def differs_from_base(part: str) -> Callable[[Any], bool]:
@@ -285,6 +319,61 @@ def slices_batches(model: Any) -> bool:
     adapter = lookup(f"{adapters}.array_data_adapter:ArrayDataAdapter")(X, batch_size=4)
     unpack = lookup(f"{adapters}.data_adapter_utils:unpack_x_y_sample_weight")
     return [unpack(batch)[0].shape for batch in adapter.get_jax_iterator()] == [(4, 4), (2, 4)]
+
+
+def array_adapter() -> Any:
+    path = "keras.src.trainers.data_adapters.array_data_adapter:ArrayDataAdapter"
+    return lookup(path)(X, Y, batch_size=4, shuffle=True)
+
+
+def holds_what_it_was_given(model: Any) -> bool:
+    adapter = array_adapter()
+    facts = (adapter._num_samples, adapter._batch_size, adapter._shuffle)
+    return facts == (6, 4, True) and adapter._inputs[0] is X and adapter._inputs[1] is Y
+
+
+def takes_adapters_as_data(model: Any) -> bool:
+    adapters = lookup("keras.src.trainers:data_adapters")
+    found = array_adapter()
+    return adapters.get_data_adapter(found) is found
+
+
+def is_where_epochs_look_for_adapters(model: Any) -> bool:
+    """Replaced there, Keras' own `fit` uses the replacement."""
+    adapters = lookup("keras.src.trainers:data_adapters")
+    asked, plain = [], adapters.get_data_adapter
+    adapters.get_data_adapter = lambda *args, **kwargs: asked.append(1) or plain(*args, **kwargs)
+    try:
+        model.evaluate(X, Y, verbose=0)
+    finally:
+        adapters.get_data_adapter = plain
+    return bool(asked)
+
+
+def slices_arrays(model: Any) -> bool:
+    slicing = lookup("keras.src.trainers.data_adapters:array_slicing")
+    (part,) = keras.tree.flatten(slicing.convert_to_sliceable((X,), target_backend="jax"))
+    return part.convert_to_jax_compatible(part[1:3]).shape == (2, 4)
+
+
+def begins_at_a_restored_epoch(model: Any) -> bool:
+    model._initial_epoch = 1
+    try:
+        history = model.fit(X, Y, epochs=2, verbose=0)
+    finally:
+        model._initial_epoch = None
+    return history.epoch == [1]
+
+
+def saves_by_a_method(model: Any) -> bool:
+    return callable(keras.callbacks.BackupAndRestore("folder")._save_model)
+
+
+def knows_the_seed(model: Any) -> bool:
+    import tensorflow as tf
+
+    tf.random.set_seed(7)
+    return lookup("tensorflow.python.eager.context:global_seed")() == 7
 
 
 def knows_whether_it_has_started(model: Any) -> bool:
@@ -595,6 +684,39 @@ TABLE = [
         registers_backends,
         JAX,
     ),
+    Name("_inputs", "world_arrays", "to read a share of arrays", holds_what_it_was_given),
+    Name("_num_samples", "world_arrays", "to read a share of arrays", holds_what_it_was_given),
+    Name("_batch_size", "world_arrays", "to read a share of arrays", holds_what_it_was_given),
+    Name("_shuffle", "world_arrays", "to read a share of arrays", holds_what_it_was_given),
+    Name(
+        "keras.src.trainers.data_adapters.data_adapter:DataAdapter",
+        "world_arrays",
+        "as the base of an adapter of ours",
+        takes_adapters_as_data,
+    ),
+    Name(
+        "keras.src.trainers:data_adapters",
+        "world_arrays",
+        "to stand before the function that chooses adapters",
+        is_where_epochs_look_for_adapters,
+    ),
+    Name(
+        "keras.src.trainers.data_adapters:array_slicing",
+        "world_arrays",
+        "to take rows of any kind of array",
+        slices_arrays,
+    ),
+    Name(
+        "_initial_epoch", "world_calls", "to begin where the chief does", begins_at_a_restored_epoch
+    ),
+    Name("_save_model", "chief_files", "to leave a backup to the chief", saves_by_a_method),
+    Name(
+        "tensorflow.python.eager.context:global_seed",
+        "world_calls",
+        "to shuffle as the chief does",
+        knows_the_seed,
+        TF,
+    ),
     Name(
         "keras.src.trainers.data_adapters.array_data_adapter:ArrayDataAdapter",
         "jax_world_replicas",
@@ -790,6 +912,20 @@ TABLE = [
             ).shape
             == (2, 1)
         ),
+        TF,
+    ),
+    Name(
+        "_restore_from_tensors",
+        "tensorflow_watch",
+        "to notice that a checkpoint was restored into a variable",
+        restores_through_the_variable,
+        TF,
+    ),
+    Name(
+        "capture_call_time_value",
+        "tensorflow_keys",
+        "to number the collectives of functions that other functions call",
+        evaluates_at_each_call,
         TF,
     ),
     Name(

@@ -2,10 +2,10 @@
 
 import importlib
 
-from unisono.engines.base import Adopted, Engine, OwnLoop
+from unisono.engines.base import Adopted, Collectives, Engine, OwnLoop
 from unisono.errors import ModelError
 
-__all__ = ["Adopted", "Engine", "OwnLoop", "load_engine"]
+__all__ = ["Adopted", "Collectives", "Engine", "OwnLoop", "load_engine"]
 
 _ENGINES = {
     "jax": ("unisono.engines.jax_engine", "JaxEngine"),

@@ -74,6 +74,35 @@ class OwnLoop(Protocol):
         """How many replicas compute a part each of what a step adds up."""
 
 
+class Collectives(Protocol):
+    """Eager collectives over some processes of the run: the backend's tensors in, tensors out.
+
+    Types and shapes must agree between the processes, but for first dimensions where it says so.
+    """
+
+    rank: int
+    """This process' place among them."""
+    size: int
+
+    def reduce(self, tensors: Sequence[Any], op: str) -> list[Any]:
+        """The "sum", "min", "max" or "product" of each over the processes."""
+
+    def gather(self, tensor: Any) -> list[Any]:
+        """Every process' tensor; first dimensions may differ."""
+
+    def broadcast(self, tensors: Sequence[Any], root: int) -> list[Any]:
+        """The tensors of one process, by its place."""
+
+    def reduce_scatter(self, tensor: Any, op: str) -> Any:
+        """This process' share of a reduction's rows; the first have one more where need be."""
+
+    def all_to_all(self, tensor: Any, splits: Sequence[int]) -> tuple[Any, Any]:
+        """Give each process so many rows; the rows received, and how many came from each."""
+
+    def barrier(self) -> None:
+        """Wait for all of them."""
+
+
 class Engine(Protocol):
     """One backend's way of running replicas."""
 
@@ -90,6 +119,9 @@ class Engine(Protocol):
 
     def own_loop(self, placement: Placement) -> OwnLoop:
         """What a user's own training loop runs by."""
+
+    def collectives(self, ranks: Sequence[int] | None = None) -> Collectives:
+        """Collectives over some processes of the run, or all; StrategyError outside of one."""
 
     def device_scope(self, placement: Placement) -> AbstractContextManager[None]:
         """Put what Keras computes and creates inside the scope on the one device of a placement."""

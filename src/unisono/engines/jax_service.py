@@ -16,7 +16,7 @@ from typing import Any
 
 # JAX's own heartbeats end processes that are late. Who is late or gone is for the launcher to say.
 NO_HEARTBEATS_S = 7 * 24 * 3600
-_SILENCE_S = 30
+_ASK_EVERY_S, _NUM_UNANSWERED = 10, 3
 
 
 def main() -> None:
@@ -68,7 +68,9 @@ def _accept(listener: socket.socket) -> socket.socket:
     line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     with contextlib.suppress(AttributeError, OSError):
         # A process behind a cut link says nothing when it ends.
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENCE_S)
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _ASK_EVERY_S)
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _ASK_EVERY_S)
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _NUM_UNANSWERED)
     return line
 
 

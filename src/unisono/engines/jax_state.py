@@ -99,7 +99,7 @@ class StepState:
         for part, arrays in zip(self._parts, state, strict=True):
             for (variable, value), array in zip(part, arrays, strict=True):
                 value.array = array if is_placed else None
-                value.shown = variable._value = self._mesh.shown(array)
+                value.shown = variable._value = self._mesh.shown(array) if is_placed else array
 
     def changed(self) -> list[int]:
         """Positions of the variables that were written since the last step."""

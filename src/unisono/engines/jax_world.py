@@ -6,6 +6,7 @@ others reach this process, and an end that waits for nobody. A SIGTERM stays wha
 """
 
 import atexit
+import contextlib
 import os
 import socket
 import subprocess
@@ -25,8 +26,7 @@ _KEY = "jax/service"
 _START_TIMEOUT_S = 300
 # Devices start when a program first computes, which one process may do much later than another.
 _FIRST_USE_MINUTES = 24 * 60
-_open: list[Any] = []
-"""What must stay open for as long as this process lives."""
+_LOWER_PRIORITY = 10
 
 
 def join(world: World) -> None:
@@ -40,14 +40,16 @@ def join(world: World) -> None:
         world.put(_KEY, _start_service(world).encode())
     host, port, port_of_lines = world.get(_KEY).decode().split()
     try:
-        _open.append(socket.create_connection((host, int(port_of_lines)), _START_TIMEOUT_S))
+        line = socket.create_connection((host, int(port_of_lines)), _START_TIMEOUT_S)
+        # Left for the system to close: the service has to outlast what Python tidies up at its end.
+        line.detach()
         _connect(world, address(host, int(port)))
     except (OSError, RuntimeError) as error:
         raise LaunchError(
             f"Rank {world.rank} got no answer from JAX's service at {host}, ports {port} and "
             f"{port_of_lines}: {error}. Check that no firewall stands between the nodes."
         ) from error
-    _register_cpu_backend(world.host)
+    _register_cpu_backend(world)
     _take_own_gpu(world)
 
 
@@ -65,6 +67,7 @@ def _start_service(world: World) -> str:
             stderr=errors,
             start_new_session=True,
         )
+        assert process.stdin is not None
         assert process.stdout is not None
         ports = process.stdout.readline().decode().split()
         if len(ports) != 2:
@@ -74,7 +77,7 @@ def _start_service(world: World) -> str:
                 f"JAX's service for the run could not be started on {world.host}. Check that this "
                 f"is an address of this machine. It said:\n{said}"
             )
-    _open.append(process)
+    os.dup(process.stdin.fileno())  # Left to the system likewise.
     return " ".join([world.host, *ports])
 
 
@@ -100,18 +103,42 @@ def _connect(world: World, service: str) -> None:
     atexit.register(setattr, state, "client", None)
 
 
-def _register_cpu_backend(host: str) -> None:
+def _register_cpu_backend(world: World) -> None:
     """Let the collectives of CPU devices listen on one address, and not on the host's name."""
     from jax._src import distributed, xla_bridge
     from jax._src.lib import _jax
 
     def make_client() -> Any:
-        gloo = _jax.make_gloo_tcp_collectives(distributed.global_state.client, hostname=host)
+        client, before = distributed.global_state.client, _threads()
+        gloo = _jax.make_gloo_tcp_collectives(client, hostname=world.host)
+        for thread in _threads() - before:
+            _give_way(thread, may_leave_cores=world.topology.launcher == "unisono")
         return xla_bridge.make_cpu_client(gloo)
 
     jax.config.update("jax_cpu_get_local_topology_timeout_minutes", _FIRST_USE_MINUTES)
     jax.config.update("jax_cpu_get_global_topology_timeout_minutes", _FIRST_USE_MINUTES + 1)
     xla_bridge.register_backend_factory("cpu", make_client, priority=0, fail_quietly=False)
+
+
+def _threads() -> set[int]:
+    try:
+        return {int(thread) for thread in os.listdir("/proc/self/task")}
+    except OSError:
+        return set()  # Another system than Linux.
+
+
+def _give_way(thread: int, *, may_leave_cores: bool) -> None:
+    """Keep gloo's thread from taking the time of the program that it works for.
+
+    It polls for as long as the program holds one of its locks. On the one core of a pinned process
+    that lasts until the system takes the core away from it: milliseconds for each collective.
+    """
+    with contextlib.suppress(OSError):
+        priority = os.getpriority(os.PRIO_PROCESS, thread)
+        os.setpriority(os.PRIO_PROCESS, thread, min(19, priority + _LOWER_PRIORITY))
+        if may_leave_cores:
+            # Our launcher pinned this process to some of its own cores.
+            os.sched_setaffinity(thread, os.sched_getaffinity(os.getppid()))
 
 
 def _take_own_gpu(world: World) -> None:

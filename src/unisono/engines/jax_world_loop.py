@@ -91,13 +91,13 @@ class JaxWorldLoop:
         return self._mesh.put(leaf) if is_own else leaf
 
     def _own(self, results: Any) -> Any:
-        return jax.tree.map(self._mesh.shown, results)
+        return jax.tree.map(self._mesh.result, results)
 
     def _whole(self, leaf: Any) -> Any:
         """A result with the rows of all processes, as an array of this one."""
         _check(leaf)
         with peers_watched():
-            return self._mesh.shown(self._mesh.put(leaf))
+            return leaf if leaf.is_fully_addressable else self._mesh.shown(self._mesh.put(leaf))
 
 
 def _as_array(leaf: Any) -> Any:

@@ -70,10 +70,14 @@ class WorldMesh:
         return keras.tree.map_structure(put, share.data)
 
     def shown(self, array: Any) -> Any:
-        """This process' copy of an array that lies whole on each device; any other as it is."""
-        if isinstance(array, jax.Array) and not array.is_fully_addressable:
-            return array.addressable_data(0) if array.is_fully_replicated else array
-        return array
+        """This process' copy of an array of the mesh that lies whole on each device."""
+        return array.addressable_data(0)
+
+    def result(self, value: Any) -> Any:
+        """What a step returned, as a program gets it: its own copy where there is a whole one."""
+        if isinstance(value, jax.Array) and not value.is_fully_addressable:
+            return self.shown(value) if value.is_fully_replicated else value
+        return value
 
     def _connect(self) -> None:
         """Let the devices' collectives find each other now, when all processes are here.

@@ -122,7 +122,7 @@ class JaxWorldReplicas:
                 else:
                     outputs, state = step(self._state.take(), self._mesh.place(share))
                 self._state.publish(state, is_placed=not self._is_eager)
-            return keras.tree.map_structure(self._mesh.shown, outputs), state
+            return keras.tree.map_structure(self._mesh.result, outputs), state
 
         return run
 

@@ -24,7 +24,7 @@ def share_dataset(shared: Any) -> tf.data.Dataset:
 
     def gather(share: Share, data: Any) -> Share:
         rows = keras.tree.traverse(lambda part: _rows_of(part, share.data), data)
-        return share._replace(data=rows)
+        return Share(rows, *share[1:])
 
     shares = _order(shared).prefetch(1).flat_map(lambda rows: _cut(rows, shared))
     dataset = tf.data.Dataset.zip((shares, tf.data.Dataset.from_tensors(inputs).repeat()))

@@ -38,7 +38,9 @@ def instance_key(kind: str, dtype: Any, length: Any) -> Any:
 def padded_length(length: Any) -> Any:
     """The length that is sent for a vector of this one: an integer, or a scalar of a graph."""
     step = 2 ** _steps(length)
-    return -(-length // step) * step
+    padded = -(-length // step) * step
+    # At least one: TensorFlow crashes where nobody sends anything.
+    return max(padded, 1) if isinstance(padded, int) else tf.maximum(padded, 1)
 
 
 def static_length(vector: Any) -> Any:

@@ -42,7 +42,8 @@ class LinksAcrossProcesses:
         is_sparse = [isinstance(operand, tf.IndexedSlices) for operand in operands]
         pairs = list(zip(operands, is_sparse, strict=True))
         sparse = iter(self._group.sum_slices([one for one, flag in pairs if flag]))
-        dense = iter(self._group.reduce([one for one, flag in pairs if not flag]))
+        others = [one for one, flag in pairs if not flag]
+        dense = iter(self._group.reduce(others, is_traced_alike=True))
         return [next(sparse if flag else dense) for flag in is_sparse]
 
     def gather(self, x: Any, num_rows: Any, is_whole: Any) -> Any:

@@ -4,7 +4,7 @@ Replicas are linked within a process, by tf.distribute, or across processes (ten
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -72,6 +72,9 @@ class TensorFlowReplica:
         self.metric_factor = tf.where(is_whole, 1.0 / num_replicas, 1.0)
         self._gradient_scale = tf.where(is_whole, 1.0, 1.0 / self.share)
         self._rows_after = tf.where(is_whole, self._stop, num_rows)
+        self._postponed: Callable[[], Any] | None = None
+        self._riders: list[Any] = []
+        self._rider_totals: list[Any] | None = None
 
     def after_data(self) -> AbstractContextManager[Any]:
         dependencies: AbstractContextManager[Any] = tf.control_dependencies(self._data)
@@ -127,11 +130,30 @@ class TensorFlowReplica:
 
         return identity(every)
 
+    def postpone(self, act: Callable[[], Any]) -> None:
+        """Do something when sums are next asked for, and add up all of it at once."""
+        self._postponed = act
+
     def total(self, tensors: Sequence[Any]) -> list[Any]:
+        act, self._postponed = self._postponed, None
+        if act is None:
+            return self._sum(tensors)
+        self._riders, self._rider_totals = list(tensors), None
+        act()  # Its first sums take the others along.
+        if self._rider_totals is not None:
+            return self._rider_totals
+        left, self._riders = self._riders, []
+        return self._sum(left)
+
+    def _sum(self, tensors: Sequence[Any]) -> list[Any]:
         # Alone on a device other than the first, there is nobody to add up with.
         if not tensors or self._num_replicas == 1:
             return list(tensors)
-        return self._links.total(tensors)
+        riders, self._riders = self._riders, []
+        totals = self._links.total([*tensors, *riders])
+        if riders:
+            self._rider_totals = totals[len(tensors) :]
+        return totals[: len(tensors)]
 
     def reduce_gradients(
         self, gradients: Sequence[Any], variables: Sequence[Any], weight: Any

@@ -5,17 +5,20 @@ the global batch. Steps are called one by one from Python and never looped in a 
 processes agree before each on what they are about to do.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 
 from unisono.devices import Placement
 from unisono.engines.checksums import names_of, own_checksums
-from unisono.engines.hooks import bind, original, unbind
-from unisono.engines.parts import optimizers_of, with_inner
+from unisono.engines.hooks import bind, bind_in_step, original, unbind
+from unisono.engines.parts import is_sum_of_samples, leaf_metrics, optimizers_of, with_inner
 from unisono.engines.replication import Replication
+from unisono.engines.step import apply_gradients
 from unisono.engines.tensorflow_build import build, build_for_prediction, spec_of
 from unisono.engines.tensorflow_group import naming_lost_peers
 from unisono.engines.tensorflow_links import LinksAcrossProcesses
@@ -49,6 +52,8 @@ class TensorFlowWorldReplicas:
         self._watch = Watch(group_of())
         self._feed = Feed(world, needs_even_shares=False)
         self._calls = WorldCalls(model, self._feed, self._settle)
+        self._hooked_optimizers: list[Any] = []
+        self._hook_optimizers()
         self._replication = Replication(model, current_replica, sync_batch_norm=sync_batch_norm)
         self._own_jit_compile = model._jit_compile
         bind(model, "make_train_function", self._maker("train"))
@@ -63,6 +68,8 @@ class TensorFlowWorldReplicas:
         self._replication.release()
         self._watch.release()
         unbind(self._model, *_HOOKS)
+        for optimizer in self._hooked_optimizers:
+            unbind(optimizer, "apply")
         self._model._jit_compile = self._own_jit_compile
         forget_functions(self._model)
 
@@ -82,8 +89,29 @@ class TensorFlowWorldReplicas:
 
     def _prepare(self) -> None:
         self._model._jit_compile = False  # XLA knows no collectives between processes.
+        self._hook_optimizers()
         self._replication.prepare()
         self._watch.take(self._variables())
+
+    def _hook_optimizers(self) -> None:
+        """Before the replication does, whose `apply` would add up gradients at once."""
+        self._waits_for_metrics = _metrics_ignore_weights(self._model)
+        for optimizer in optimizers_of(self._model):
+            if bind_in_step(optimizer, "apply", self._apply, current_replica):
+                self._hooked_optimizers.append(optimizer)
+
+    def _apply(
+        self,
+        replica: TensorFlowReplica,
+        optimizer: Any,
+        plain: Any,
+        grads: Any,
+        *rest: Any,
+        **more: Any,
+    ) -> Any:
+        """Apply gradients, where possible together with the metrics: one collective for both."""
+        apply = functools.partial(apply_gradients, replica, optimizer, plain, grads, *rest, **more)
+        return replica.postpone(apply) if self._waits_for_metrics else apply()
 
     def _variables(self) -> Iterator[Any]:
         """What all processes hold alike. Metrics begin at zero, and every step makes them equal."""
@@ -143,7 +171,9 @@ class TensorFlowWorldReplicas:
     def _compiled(self, on_replica: OnReplica) -> Callable[[Any, Any], Any]:
         def step(data: Any, num_rows: Any) -> Any:
             with running(TensorFlowReplica(data, num_rows, self._links)) as replica:
-                return on_replica(replica, data)
+                result = on_replica(replica, data)
+                replica.total([])  # Should anything still be postponed.
+                return result
 
         return step if self._model.run_eagerly else _Compiled(step)
 
@@ -162,6 +192,15 @@ class TensorFlowWorldReplicas:
             self._watch.take_over(changed)
             data = keras.tree.map_structure(_to_tensor, share.data)
             return step(data, tf.convert_to_tensor(share.num_rows, tf.int32))
+
+
+def _metrics_ignore_weights(model: Any) -> bool:
+    """Whether a step may update weights after its metrics: all that it runs then is Keras' own."""
+    is_own = all(
+        getattr(type(model), name) is getattr(TensorFlowTrainer, name)
+        for name in ("train_step", "compute_metrics", "get_metrics_result")
+    )
+    return is_own and all(map(is_sum_of_samples, leaf_metrics(model)))
 
 
 class _Compiled:

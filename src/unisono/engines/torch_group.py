@@ -127,7 +127,8 @@ class Group:
 
     def barrier(self) -> None:
         """Return when every replica has come here."""
-        self._wait(lambda: self._group.barrier())
+        # Not the group's own: NCCL's guesses the device, and does not hold up the program.
+        self.gather_sizes(0)
 
     def _reduce_flat(self, flat: torch.Tensor, op: Any) -> torch.Tensor:
         if self._is_small(flat):

@@ -19,7 +19,7 @@ from keras.src.trainers.data_adapters import array_slicing
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
-from unisono.engines.world_feed import Feed, Share
+from unisono.engines.world_feed import Feed, Share, short
 
 _serving = threading.local()
 _keras_own: Callable[..., Any] = data_adapters.get_data_adapter
@@ -65,7 +65,7 @@ class SharedArrays(DataAdapter):
         data = keras.tree.map_structure(
             lambda sliceable: None if sliceable is None else convert(sliceable, rows), inputs
         )
-        return Share(data, len(indices), is_whole, zlib.crc32(indices.tobytes()))
+        return Share(data, len(indices), is_whole, short(zlib.crc32(indices.tobytes())))
 
     def on_epoch_begin(self) -> None:
         self.arrays.on_epoch_begin()

@@ -145,7 +145,12 @@ def checksum_of(batch: Any) -> int:
         num_bytes = int(np.prod(leaf.shape)) * 8
         step = max(1, min(_rows_of(leaf), num_bytes // _MOST_BYTES_COMPARED))
         total = zlib.crc32(_bytes_of(leaf[::step] if step > 1 else leaf), total)
-    return total
+    return short(total)
+
+
+def short(checksum: int) -> int:
+    """A checksum that any backend's default integer can hold."""
+    return checksum & 0x7FFFFFFF
 
 
 def _bytes_of(rows: Any) -> bytes:

@@ -5,8 +5,8 @@ from typing import Any
 
 import keras
 
-from unisono.horovod.collectives import reduce_all
 from unisono.horovod.execution import Collective
+from unisono.horovod.grouped import reduce_all
 from unisono.horovod.process_sets import global_process_set
 from unisono.horovod.reductions import Average
 from unisono.horovod.session import session
@@ -74,7 +74,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         super().__init__()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        if not logs:
+        if not logs or session().size == 1:
             return
         names = sorted(logs)
         # The names are compared too: processes with other metrics are told so.

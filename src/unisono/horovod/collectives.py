@@ -3,8 +3,7 @@
 They take anything that Keras can make a tensor of, and return tensors of the backend. Processes
 may call them eagerly on every backend and inside tf.function on TensorFlow; on TensorFlow and
 torch gradients pass through them. Every process of the set must make the same call: where they
-differ, all of them get a DisagreementError that says how. Gradients are scaled as Horovod scales
-them: programs that came from there have learned to live with it.
+differ, all of them get a DisagreementError that says how.
 """
 
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ import keras
 from unisono.horovod.compression import Compression, Compressor
 from unisono.horovod.execution import Collective, as_tensor, run, scale, take_part_with_zeros
 from unisono.horovod.frameworks import is_sparse, run_here, with_rows
+from unisono.horovod.grouped import broadcast_all, gather_all, reduce_all, run_all
 from unisono.horovod.negotiation import negotiate
 from unisono.horovod.process_sets import ProcessSet, check_member, global_process_set
 from unisono.horovod.reductions import Average, ReduceOp, Sum, resolve
@@ -105,14 +105,7 @@ def grouped_allgather(
     >>> len(hvd.grouped_allgather([[1.0], [2.0]]))
     2
     """
-    collective = Collective("allgather", process_set, name or "")
-    given = [as_tensor(value) for value in tensors]
-
-    def backward(upstream: list[Any]) -> list[Any]:
-        totals = reduce_all(_average_of(collective), upstream)
-        return [_own_rows(total, own, collective) for total, own in zip(totals, given, strict=True)]
-
-    return _run(collective, given, backward, has_rows=True)
+    return gather_all(Collective("allgather", process_set, name or ""), tensors)
 
 
 def broadcast(
@@ -178,10 +171,10 @@ def grouped_reducescatter(
         count = len(process_set.ranks) if wanted is Sum else 1
         factor = prescale_factor * postscale_factor * count
         gather = Collective("allgather", process_set, name or "")
-        return _run(gather, [scale(each, factor) for each in upstream], None, has_rows=True)
+        return run_all(gather, [scale(each, factor) for each in upstream], None, has_rows=True)
 
     packed = [compression.compress(as_tensor(value)) for value in tensors]
-    results = _run(collective, [tensor for tensor, _ in packed], backward, has_rows=True)
+    results = run_all(collective, [tensor for tensor, _ in packed], backward, has_rows=True)
     return [
         compression.decompress(result, context)
         for result, (_, context) in zip(results, packed, strict=True)
@@ -256,75 +249,6 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     run(Collective("barrier", process_set), [])
 
 
-def reduce_all(
-    collective: Collective, values: Sequence[Any], compression: type[Compressor] = Compression.none
-) -> list[Any]:
-    """Several values reduced in one collective."""
-    if not values:
-        return []
-    packed = [compression.compress(as_tensor(value)) for value in values]
-
-    def backward(upstream: list[Any]) -> list[Any]:
-        if collective.op not in (Average, Sum):
-            assert collective.op is not None
-            raise NotImplementedError(f"hvd.{collective.op.name} has no gradient.")
-        return reduce_all(collective, upstream)
-
-    results = _run(collective, [tensor for tensor, _ in packed], backward)
-    return [
-        compression.decompress(result, context)
-        for result, (_, context) in zip(results, packed, strict=True)
-    ]
-
-
-def broadcast_all(
-    values: Sequence[Any],
-    root_rank: int,
-    names: Sequence[str],
-    name: str | None,
-    process_set: ProcessSet,
-) -> list[Any]:
-    """Several values of one process in one collective."""
-    if not values:
-        return []
-    collective = Collective(
-        "broadcast", process_set, name or "", tuple(names), None, int(root_rank)
-    )
-    given = [as_tensor(value) for value in values]
-
-    def backward(upstream: list[Any]) -> list[Any]:
-        totals = reduce_all(_average_of(collective), upstream)
-        is_root = process_set.ranks[process_set.rank() or 0] == root_rank
-        return totals if is_root else [keras.ops.zeros_like(total) for total in totals]
-
-    return _run(collective, given, backward)
-
-
-def _run(
-    collective: Collective, tensors: list[Any], backward: Any, *, has_rows: bool = False
-) -> list[Any]:
-    """A collective with as many results as tensors; `has_rows`: with other numbers of rows."""
-    if not tensors:
-        return []
-
-    def shapes() -> list[Any]:
-        return [
-            (
-                keras.backend.standardize_dtype(tensor.dtype),
-                (None, *tensor.shape[1:]) if has_rows and tensor.shape.rank else tensor.shape,
-            )
-            for tensor in tensors
-        ]
-
-    return run_here(
-        collective.title,
-        tensors,
-        lambda given: run(collective, given)[0],
-        backward,
-        shapes,
-    )
-
-
 def _allreduce_rows(
     value: Any,
     name: str | None,
@@ -338,23 +262,10 @@ def _allreduce_rows(
     if scales != (1.0, 1.0):
         raise NotImplementedError(_SCALED)
     collective = Collective("allgather", process_set, name or "")
-    values, indices = _run(collective, [value.values, value.indices], None, has_rows=True)
+    values, indices = run_all(collective, [value.values, value.indices], None, has_rows=True)
     if op is Average:
         values = values / len(check_member(process_set).ranks)
     return with_rows(value, values, indices)
-
-
-def _average_of(collective: Collective) -> Collective:
-    return Collective("allreduce", collective.process_set, collective.name, (), Average)
-
-
-def _own_rows(total: Any, own: Any, collective: Collective) -> Any:
-    """The rows of a gathered tensor that this process gave."""
-    members = collective.process_set
-    num_rows = keras.ops.shape(own)[0]
-    counts = allgather(keras.ops.reshape(num_rows, (1,)), None, members)
-    before = keras.ops.sum(counts[: members.rank()])
-    return total[before : before + num_rows]
 
 
 def _equal_parts(tensor: Any, count: int) -> list[int]:

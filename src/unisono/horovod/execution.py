@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from unisono.engines import load_engine
+from unisono.engines import Collectives, load_engine
 from unisono.horovod import timeline
 from unisono.horovod.alone import Alone
 from unisono.horovod.negotiation import executed, negotiate
@@ -129,16 +129,16 @@ def _problem(
     return ""
 
 
-def _engine(process_set: ProcessSet) -> Any:
+def _engine(process_set: ProcessSet) -> Collectives:
     """The backend's collectives among the processes of a set."""
     if world_of_session() is None or len(process_set.ranks) == 1:
         return Alone()
-    engine: Any = load_engine(keras.backend.backend())
+    engine = load_engine(keras.backend.backend())
     everyone = len(process_set.ranks) == session().size
     return engine.collectives(None if everyone else process_set.ranks)
 
 
-def _allreduce(engine: Any, request: Request, tensors: Sequence[Any]) -> list[Any]:
+def _allreduce(engine: Collectives, request: Request, tensors: Sequence[Any]) -> list[Any]:
     if keras.backend.backend() != "jax" or len(tensors) == 1:
         return _reduce(engine, request, tensors)
     from unisono.horovod.jax_packing import pack, unpack
@@ -146,7 +146,7 @@ def _allreduce(engine: Any, request: Request, tensors: Sequence[Any]) -> list[An
     return unpack(_reduce(engine, request, pack(tensors)), tensors)
 
 
-def _reduce(engine: Any, request: Request, tensors: Sequence[Any]) -> list[Any]:
+def _reduce(engine: Collectives, request: Request, tensors: Sequence[Any]) -> list[Any]:
     before, after = request.scales
     op = "sum" if request.op == "Average" else request.op.lower()
     results = engine.reduce([scale(tensor, before) for tensor in tensors], op)
@@ -155,7 +155,7 @@ def _reduce(engine: Any, request: Request, tensors: Sequence[Any]) -> list[Any]:
     return [scale(result, after) for result in results]
 
 
-def _reducescatter(engine: Any, request: Request, tensor: Any) -> Any:
+def _reducescatter(engine: Collectives, request: Request, tensor: Any) -> Any:
     before, after = request.scales
     op = "sum" if request.op == "Average" else request.op.lower()
     result = engine.reduce_scatter(scale(tensor, before), op)

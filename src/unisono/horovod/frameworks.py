@@ -48,15 +48,6 @@ def check_not_traced(what: str, tensors: Sequence[Any]) -> None:
         )
 
 
-def is_graph() -> bool:
-    """Whether the caller is traced into a graph of TensorFlow."""
-    if keras.backend.backend() != "tensorflow":
-        return False
-    import tensorflow as tf
-
-    return bool(tf.inside_function())
-
-
 def is_sparse(value: Any) -> bool:
     """Whether a gradient is given as some rows of a tensor (TensorFlow's IndexedSlices)."""
     if keras.backend.backend() != "tensorflow":

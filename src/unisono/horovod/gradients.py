@@ -7,10 +7,10 @@ from typing import Any
 
 import keras
 
-from unisono.horovod.collectives import grouped_allgather, reduce_all
 from unisono.horovod.compression import Compression, Compressor
 from unisono.horovod.execution import Collective
 from unisono.horovod.frameworks import is_sparse, to_dense, with_rows
+from unisono.horovod.grouped import gather_all, reduce_all
 from unisono.horovod.process_sets import ProcessSet, global_process_set
 from unisono.horovod.reductions import Average, ReduceOp
 from unisono.horovod.session import world_of_session
@@ -93,7 +93,7 @@ class GradientReduction:
     def _reduce_sparse(self, places: list[int], results: list[Any], names: list[str]) -> None:
         """Rows of all processes; where they meet, an optimizer adds them up."""
         parts = [part for p in places for part in (results[p].values, results[p].indices)]
-        gathered = grouped_allgather(parts, None, self.settings.process_set)
+        gathered = gather_all(Collective("allgather", self.settings.process_set), parts)
         count = len(self.settings.process_set.ranks) if self.settings.op is Average else 1
         for number, place in enumerate(places):
             values, indices = gathered[2 * number : 2 * number + 2]

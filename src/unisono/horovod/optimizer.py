@@ -110,11 +110,11 @@ def _applying(optimizer: Any, reduction: GradientReduction) -> Callable[..., Any
         given = list(grads)
         variables = None if trainable_variables is None else list(trainable_variables)
         plain = original(optimizer, "apply")
-        if reduction.is_plain or not given:
-            return plain(given, variables)
+        named = optimizer._trainable_variables if variables is None else variables
+        if reduction.is_plain or len(named) != len(given):
+            return plain(given, variables)  # Which says what is wrong, where something is.
         if keras.backend.backend() == "jax":
             check_not_traced("hvd.DistributedOptimizer", given)
-        named = given if variables is None else variables
 
         def reduce_and_apply(total: Sequence[Any]) -> None:
             plain(reduction.reduce(total, named), variables)
@@ -144,7 +144,7 @@ def _applying_stateless(optimizer: Any, reduction: GradientReduction) -> Callabl
             grads = reduction.passes.add(grads)
             if grads is None:
                 return trainable_variables, count_stateless(optimizer, optimizer_variables)
-        reduced = reduction.reduce(grads, grads)
+        reduced = reduction.reduce(grads, optimizer._trainable_variables)
         with reduction.plain():
             return plain(optimizer_variables, reduced, trainable_variables)
 

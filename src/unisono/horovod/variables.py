@@ -5,7 +5,7 @@ from typing import Any
 
 import keras
 
-from unisono.horovod.collectives import broadcast_all
+from unisono.horovod.grouped import broadcast_all
 from unisono.horovod.models import compiled_models
 from unisono.horovod.process_sets import ProcessSet, global_process_set
 
