@@ -14,6 +14,7 @@ from typing import Any
 from unisono.devices import Placement
 from unisono.engines import OwnLoop, load_engine
 from unisono.errors import StrategyError
+from unisono.launch.world import World, current_world
 from unisono.parallel import is_parallel, place, spread
 
 _innermost = threading.local()
@@ -72,8 +73,6 @@ class Strategy:
                 yield self
         finally:
             _innermost.strategy = outer
-        if self._loop.is_one_of_many:
-            return
         made = [model for model in _living_models() if id(model) not in before]
         inner = {id(layer) for model in made for layer in model._flatten_layers(include_self=False)}
         for model in made:
@@ -144,8 +143,14 @@ class DistributedDataset:
 
     def __iter__(self) -> Iterator[Any]:
         self._loop.begin_epoch()
-        for batch in _batches(self._dataset):
-            yield self._loop.split(batch, _check_batched(batch))
+        world = current_world()
+        for number, batch in enumerate(_batches(self._dataset), start=1):
+            num_rows = _check_batched(batch)
+            if world is not None:
+                _agree(world, number, batch, num_rows)
+            yield self._loop.split(batch, num_rows)
+        if world is not None:
+            world.exchange("end of a distributed data set", None)
         self._loop.end_epoch()
 
     def __len__(self) -> int:
@@ -252,6 +257,13 @@ def _batches(dataset: Any) -> Iterator[Any]:
             )
         return (dataset[i] for i in range(dataset.num_batches))
     return iter(dataset)
+
+
+def _agree(world: World, number: int, batch: Any, num_rows: int) -> None:
+    """Processes that were given other batches say so, before one waits for another."""
+    from unisono.engines.world_feed import agree_on_batch
+
+    agree_on_batch(world, f"batch {number} of a distributed data set", batch, num_rows)
 
 
 def _check_batched(batch: Any) -> int:

@@ -422,6 +422,23 @@ def test_a_process_set_of_two_in_three():
         assert_close(each["weights"], [[1 - 0.1 * 20], [1 - 0.1 * 20]])
 
 
+@pytest.mark.slow
+def test_run_starts_processes():
+    def work(first, second):
+        import unisono.horovod as hvd
+
+        hvd.init()
+        return [hvd.rank(), float(hvd.allreduce(first + second + hvd.rank(), op=hvd.Sum))]
+
+    assert hvd.run(work, (1.0,), {"second": 2.0}, num_proc=2) == [[0, 7.0], [1, 7.0]]
+    with pytest.raises(NotImplementedError, match="elastic runs"):
+        hvd.run(work, num_proc=2, min_num_proc=1)
+    with pytest.raises(ValueError, match="Asked to run on hosts 'far:2'"):
+        hvd.run(work, num_proc=2, hosts="far:2")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
+        hvd.run(work, num_proc=2, colour="red")
+
+
 # -- a world of one ----------------------------------------------------------------------------
 
 

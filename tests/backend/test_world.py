@@ -144,6 +144,7 @@ def test_shuffles_agree_whatever_the_random_states(world):
         ("streams_that_differ", ["fit, step 3", "different rows", "distribute_dataset"]),
         ("rows_that_differ", ["fit, step 1", "[24, 23] rows"]),
         ("steps_that_differ", ["fit, step 4", "end of epoch 1"]),
+        ("loops_that_differ", ["batch 3 of a distributed", "end of a distributed data set"]),
         ("calls_that_differ", ["predict", "evaluate", "is_chief"]),
         ("models_that_differ", ["different models", "rank 1"]),
     ],
@@ -164,6 +165,11 @@ def test_replicas_that_differ_are_found(world):
         assert same == world.found("replicas_are_checked")[0][0]
         assert told.startswith("DisagreementError")
         assert "kernel" in told
+
+
+def test_a_scope_adopts_models_in_every_process(world):
+    first, second = world.found("a_scope_adopts")
+    assert first == second
 
 
 def test_an_own_loop_gives_what_one_device_gives(world):

@@ -221,6 +221,21 @@ def own_loop() -> Any:
     return [[np.asarray(p, "float64").tolist() for p in loop(strategy, rows)] for rows in (35, 33)]
 
 
+def a_scope_adopts() -> Any:
+    keras.utils.set_random_seed(5 + RANK)
+    with unisono.Strategy().scope():
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2)])
+    model.compile("sgd", "mse")
+    model.fit(TASK.x[:24], TASK.y[:24], batch_size=12, verbose=0)
+    return unisono.check_replicas(model)
+
+
+def loops_that_differ() -> Any:
+    data = [(TASK.x[:8], TASK.y[:8])] * (3 - RANK)
+    batches = unisono.Strategy().distribute_dataset(data)
+    return error_of(lambda: [None for _ in batches])
+
+
 def error_of(call: Any) -> str:
     try:
         call()
@@ -247,8 +262,10 @@ CHECKS = [
     another_number_of_replicas,
     replicas_are_checked,
     own_loop,
-    # The processes take different paths here, so it comes last.
+    a_scope_adopts,
+    # The processes take different paths here, so these come last.
     steps_that_differ,
+    loops_that_differ,
 ]
 
 

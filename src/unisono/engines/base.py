@@ -37,8 +37,6 @@ class OwnLoop(Protocol):
     """
 
     num_replicas: int
-    is_one_of_many: bool
-    """Whether this process is one replica, with others in processes of their own."""
 
     def begin_epoch(self) -> None:
         """A distributed data set is about to be iterated."""

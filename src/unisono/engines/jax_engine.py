@@ -6,7 +6,7 @@ masks come out as on one device. A batch that does not divide is replicated inst
 computes all of it, which is exact as well.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -28,7 +28,6 @@ from unisono.engines.jax_state import KnownValues, StepState
 from unisono.engines.jax_world_loop import JaxWorldLoop
 from unisono.engines.jax_world_replicas import JaxWorldReplicas
 from unisono.engines.parts import optimizers_of
-from unisono.errors import StrategyError
 from unisono.locations import Location
 
 _STEPS = ("train_step", "test_step")
@@ -59,18 +58,6 @@ class JaxEngine:
 
     def collectives(self, ranks: Sequence[int] | None = None) -> JaxCollectives:
         return JaxCollectives(ranks)
-
-    def spawn(
-        self,
-        function: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        placement: Placement,
-    ) -> list[Any]:
-        raise StrategyError(
-            "Asked to spawn processes on JAX, where one process drives all devices. Call the "
-            "function itself; Strategy(replicas=N) in it takes N."
-        )
 
     def device_scope(self, placement: Placement) -> AbstractContextManager[None]:
         return device_scope(placement)

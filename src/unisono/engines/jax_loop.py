@@ -19,8 +19,6 @@ from unisono.errors import StrategyError
 class JaxLoop:
     """See base.OwnLoop."""
 
-    is_one_of_many = False
-
     def __init__(self, placement: Placement) -> None:
         self.num_replicas = placement.num_replicas
         self._placement = placement

@@ -22,8 +22,6 @@ class JaxWorldLoop:
     """See base.OwnLoop."""
 
     # A scope adopts its models as one process does: they see the global batch in each.
-    is_one_of_many = False
-
     def __init__(self, placement: Placement) -> None:
         self.num_replicas = placement.num_replicas
         self._kind = placement.kind

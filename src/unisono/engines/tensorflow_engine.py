@@ -6,7 +6,7 @@ entry of `optimizer.apply`. The data pipeline stays a plain tf.data iterator; a 
 global batch itself. Runs of several processes are in tensorflow_world_replicas.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -46,7 +46,7 @@ from unisono.engines.tensorflow_variables import (
 from unisono.engines.tensorflow_world import group_of
 from unisono.engines.tensorflow_world_loop import TensorFlowWorldLoop
 from unisono.engines.tensorflow_world_replicas import TensorFlowWorldReplicas
-from unisono.errors import StartedError, StrategyError
+from unisono.errors import StartedError
 from unisono.locations import Location
 
 _STEPS = ("train_step", "test_step")
@@ -88,18 +88,6 @@ class TensorFlowEngine:
 
     def collectives(self, ranks: Sequence[int] | None = None) -> TensorFlowCollectives:
         return TensorFlowCollectives(group_of(None if ranks is None else tuple(ranks)))
-
-    def spawn(
-        self,
-        function: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        placement: Placement,
-    ) -> list[Any]:
-        raise StrategyError(
-            "Asked to spawn processes on TensorFlow, where one process drives all devices. Call "
-            "the function itself; Strategy(replicas=N) in it takes N."
-        )
 
     def device_scope(self, placement: Placement) -> AbstractContextManager[None]:
         self.prepare(placement)

@@ -30,8 +30,6 @@ _REDUCTIONS = {"sum": tf.distribute.ReduceOp.SUM, "mean": tf.distribute.ReduceOp
 class TensorFlowLoop:
     """See base.OwnLoop."""
 
-    is_one_of_many = False
-
     def __init__(self, placement: Placement) -> None:
         self.num_replicas = placement.num_replicas
         self._strategy = strategy_of(placement)

@@ -30,8 +30,6 @@ _as_written = tf.autograph.experimental.do_not_convert
 class TensorFlowWorldLoop:
     """See base.OwnLoop."""
 
-    is_one_of_many = True
-
     def __init__(self, placement: Placement) -> None:
         self.num_replicas = placement.num_replicas
         self._group = group_of()

@@ -76,6 +76,8 @@ class Group:
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The tensor of every replica, all of one shape."""
         own = tensor.detach().contiguous()
+        if not own.numel():
+            return [own.clone() for _ in range(self.size)]
         # As bytes: gloo has no gather for booleans and some small types.
         data = own.reshape(-1).view(torch.uint8)
         if self._is_small(data):

@@ -34,7 +34,7 @@ class TorchLoop:
 
     def __init__(self, placement: Placement) -> None:
         self.num_replicas = placement.num_replicas
-        self.is_one_of_many = placement.num_processes > 1
+        self._is_in_world = placement.num_processes > 1
         self._replication = LoopReplication(current_replica, check_equal)
         self._seeds: dict[int, Any] = {}
 
@@ -129,7 +129,7 @@ class TorchLoop:
     def _group_or_none(self) -> Group | None:
         if self.num_replicas == 1:
             return None
-        if not self.is_one_of_many:
+        if not self._is_in_world:
             raise StrategyError(
                 f"Asked to run an own training loop on {self.num_replicas} replicas; on torch it "
                 "runs in one process per replica. Start the program with `unisono run --replicas "

@@ -109,6 +109,11 @@ class Feed:
         return sorted({place for _, _, changed, _ in every for place in changed})
 
 
+def agree_on_batch(world: World, topic: str, batch: Any, num_rows: int) -> None:
+    """Compare a global batch of an own training loop between the processes."""
+    _check_rows(topic, world.exchange(topic, [num_rows, checksum_of(batch)]))
+
+
 def _check_rows(topic: str, every: list[list[Any]]) -> None:
     rows = [num_rows for num_rows, *_ in every]
     if len(set(rows)) > 1:
@@ -119,9 +124,9 @@ def _check_rows(topic: str, every: list[list[Any]]) -> None:
         return
     raise DisagreementError(
         f"The processes came to {topic} with {found} (rank 0 first). Every process must be given "
-        "the same global batches in the same order, of which it takes its share. Give all the "
-        "same data and seed (for a shuffled tf.data.Dataset: shuffle(..., seed=...)); data that "
-        "is split by process already goes through strategy.distribute_dataset in an own loop."
+        "the same global batches in the same order; fit and strategy.distribute_dataset take its "
+        "share of each. Give all the same data and seed (for a shuffled tf.data.Dataset: "
+        "shuffle(..., seed=...)), and do not split it by process yourself."
     )
 
 

@@ -14,9 +14,9 @@ Answer = dict[str, Any]
 Answers = list[tuple[int, Answer]]
 
 _ADVICE = (
-    "Every process must make the same calls, in the same order and with the same data. A data set "
-    "that differs between processes goes through strategy.distribute_dataset; work for one "
-    "process alone belongs under `if unisono.topology().is_chief:` and may not train or evaluate."
+    "Every process must make the same calls, in the same order and with the same data: fit and "
+    "strategy.distribute_dataset take each process' share of it. Work for one process alone "
+    "belongs under `if unisono.topology().is_chief:` and may not train or evaluate."
 )
 
 
