@@ -59,6 +59,7 @@ def test_hosts_agree_with_one_device(run_on, hosts, tmp_path, per_host):
         assert not cell.failed, f"{cell.deviation} at {cell.where}"
 
 
+@pytest.mark.slow
 @pytest.mark.namespaces
 def test_a_cut_link_ends_the_training(run_on, hosts, folder):
     timeout_s = 8
