@@ -57,6 +57,7 @@ def test_example_runs(backend, name, folder):
     assert report_of(backend, folder)[name]["error"] == ""
 
 
+@pytest.mark.slow
 def test_the_announcement_on_a_page_is_what_is_printed(folder):
     """Each line that a page shows as unisono's own is printed by an example of that page."""
     shown = [

@@ -131,7 +131,7 @@ def find(name: str, *, num_gpus: Callable[[], int], num_cpus: int) -> Placement:
     """The device that a name stands for; raises DeviceError where there is none.
 
     >>> find("cpu:1", num_gpus=lambda: 0, num_cpus=8)
-    Placement(kind='cpu', indices=(1,), is_simulated=False)
+    Placement(kind='cpu', indices=(1,), is_simulated=False, num_processes=1)
     """
     kind, index = parse(name)
     simulated = simulated_gpus()
