@@ -22,11 +22,12 @@ from unisono.launch.secret import secret_of_run, shared_secret
 from unisono.topology import Topology, read_topology
 
 SCRIPT = """
-import json, unisono
+import json, os, unisono
 from unisono.launch.world import current_world
 facts, world = unisono.topology(), current_world()
 ranks = world.exchange("who", facts.rank)
-print(json.dumps([facts.launcher, ranks, facts.coordinator, world.host]))
+line = json.dumps([facts.launcher, ranks, facts.coordinator, world.host])
+os.write(1, (line + chr(10)).encode())  # At once, as another process may write to the same pipe.
 """
 TORCH = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "nowhere", "MASTER_PORT": "1"}
 ONE_NODE = {
@@ -92,7 +93,9 @@ def test_torchrun_itself(tmp_path):
     if PathFinder.find_spec("torch") is None:
         pytest.skip("torch is not installed")
     (tmp_path / "script.py").write_text(SCRIPT)
-    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", str(tmp_path / "script.py")]
+    # --standalone takes a free port; without it torchrun's is always the same.
+    command = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    command += ["--nproc-per-node", "2", str(tmp_path / "script.py")]
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     for line in done.stdout.splitlines():

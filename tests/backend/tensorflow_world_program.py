@@ -124,6 +124,7 @@ def one_trace() -> Any:
     model.compile("sgd", Loss())
     x, y = np.ones((29, 6), "float32"), np.ones((29, 2), "float32")
     model.fit(x, y, batch_size=8, verbose=0)
+    model.train_on_batch(x[:3], y[:3])
     before = num_traces
     for count in (29, 17, 5, 1, 2, 28):
         model.train_on_batch(x[:count], y[:count])
@@ -245,9 +246,9 @@ CHECKS = (
     scalars,
     functions_in_functions,
     some_processes,
+    order,
     one_trace,
     masks,
-    order,
     writes,
     variables_are_plain,
     export,

@@ -21,11 +21,16 @@ _SUMMED_BY_ALL = (tf.float32, tf.float64, tf.int32, tf.int64)
 _REDUCED = (tf.float32, tf.float64, tf.float16, tf.bfloat16, tf.int32, tf.int64)
 
 
+def keys_of(size: int) -> int:
+    """How many keys a group of so many processes takes: by device, and for each one's broadcasts."""
+    return 2 + size
+
+
 class Group:
     """Some processes of a run, and this one's place among them."""
 
     def __init__(self, rank: int, size: int, key: int, kind: str) -> None:
-        """`key`: a number that no other group of the run has; the one after it is taken too."""
+        """`key`: the first of `keys_of(size)` numbers that no other group of the run has."""
         self.rank = rank
         self.size = size
         self._key = key
@@ -159,6 +164,8 @@ class Group:
         padded = padded_length(static_length(words))
         with self._on(words.dtype) as options:
             del options["ordering_token"]
+            # TensorFlow remembers who sends under a key, and would deliver what nobody sent.
+            options["group_key"] = self._key + 2 + root
             options["instance_key"] = instance_key("broadcast", words.dtype, padded)
             if self.rank == root:
                 return tf.raw_ops.CollectiveBcastSendV2(input=_pad(words, padded), **options)

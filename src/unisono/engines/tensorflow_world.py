@@ -17,7 +17,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.eager.context import context
 
-from unisono.engines.tensorflow_group import Group
+from unisono.engines.tensorflow_group import Group, keys_of
 from unisono.errors import LaunchError, StartedError, StrategyError
 from unisono.launch.world import World, current_world
 
@@ -80,7 +80,7 @@ def _shared_key(world: World, ranks: Sequence[int]) -> int:
     name = f"tensorflow group {','.join(map(str, ranks))}"
     if world.rank == ranks[0]:
         number = world.add("tensorflow groups", 1)
-        world.put(name, str(_FIRST_GROUP_KEY + 2 * number).encode())
+        world.put(name, str(_FIRST_GROUP_KEY + keys_of(world.size) * number).encode())
     return int(world.get(name))
 
 

@@ -177,26 +177,19 @@ class TensorFlowWorldReplicas:
 
         return step if self._model.run_eagerly else _Compiled(step)
 
-    def _take_over(self, changed: list[int]) -> None:
-        self._watch.take_over(changed)
-        if changed:
-            # A process that has its values may still have to pass them on: were it in the step
-            # already, TensorFlow could wait there for one that it has not sent them to.
-            self._feed.world.exchange(f"{self._feed.where()}: values of the chief", None)
-
     def _settle(self, when: str) -> None:
         """Take over what the chief has written since the last step."""
         with self._feed.calling(when), naming_lost_peers():
             share = Share(None, 0, True, 0)
             changed = self._feed.meet(share, self._watch.changed(), self._watch.describe)
-            self._take_over(changed)
+            self._watch.take_over(changed)
 
     def _run(self, step: Callable[[Any, Any], Any], batch: Any) -> Any:
         """One step of all processes on a global batch, of which this one has its share."""
         share = self._feed.cut(batch)
         changed = self._feed.meet(share, self._watch.changed(), self._watch.describe)
         with naming_lost_peers():
-            self._take_over(changed)
+            self._watch.take_over(changed)
             data = keras.tree.map_structure(_to_tensor, share.data)
             return step(data, tf.convert_to_tensor(share.num_rows, tf.int32))
 
@@ -215,14 +208,15 @@ class _Compiled:
 
     def __init__(self, step: Callable[[Any, Any], Any]) -> None:
         self._function = tf.function(step, reduce_retracing=True, autograph=False)
-        self._is_traced = False
+        self._traced: set[str] = set()
 
     def __call__(self, data: Any, num_rows: Any) -> Any:
-        if not self._is_traced:
-            # Processes may have different numbers of rows, and the last batch fewer.
-            specs = keras.tree.map_structure(_spec_of_any_rows, data)
+        # Processes may have different numbers of rows, and the last batch fewer. Data of other
+        # parts (with weights, without targets) is traced for any number too.
+        specs = keras.tree.map_structure(_spec_of_any_rows, data)
+        if (name := repr(specs)) not in self._traced:
             self._function.get_concrete_function(specs, tf.TensorSpec([], tf.int32))
-            self._is_traced = True
+            self._traced.add(name)
         return self._function(data, num_rows)
 
 
