@@ -73,6 +73,12 @@ def scalars() -> Any:
     return plain([every.gather(tf.constant(RANK)), every.reduce([tf.constant(2.0)], "sum")])
 
 
+def broadcasts() -> Any:
+    """Of one length, from each process in turn, and again in the other order."""
+    roots = [*range(SIZE), *reversed(range(SIZE))]
+    return [plain(group_of().broadcast([tf.fill([3], RANK)], root)[0]) for root in roots]
+
+
 def functions_in_functions() -> Any:
     """Collectives of a function that is called twice, of its caller, in a loop and in a branch."""
 
@@ -244,6 +250,7 @@ CHECKS = (
     in_functions,
     in_functions_of_any_shape,
     scalars,
+    broadcasts,
     functions_in_functions,
     some_processes,
     order,

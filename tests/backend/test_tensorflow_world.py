@@ -106,6 +106,12 @@ def test_few_lengths_are_sent_and_little_is_added():
 
 
 @pytest.mark.slow
+def test_broadcasts_of_one_length_are_told_apart_by_who_sends(world):
+    roots = [*range(SIZE), *reversed(range(SIZE))]
+    assert all(found["broadcasts"] == [[root] * 3 for root in roots] for found in world)
+
+
+@pytest.mark.slow
 def test_a_step_is_traced_for_any_number_of_rows_at_once(world):
     assert all(found["one_trace"] == [True, 0] for found in world)
 

@@ -22,7 +22,7 @@ _REDUCED = (tf.float32, tf.float64, tf.float16, tf.bfloat16, tf.int32, tf.int64)
 
 
 def keys_of(size: int) -> int:
-    """How many keys a group of so many processes takes: by device, and for each one's broadcasts."""
+    """How many keys a group of so many processes takes: two, and one for each that broadcasts."""
     return 2 + size
 
 
