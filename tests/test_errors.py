@@ -12,6 +12,8 @@ from unisono.errors import (
     LaunchError,
     ModelError,
     PeerLostError,
+    Preempted,
+    SlurmError,
     StartedError,
     StrategyError,
     UnisonoError,
@@ -23,6 +25,7 @@ TREE = [
     (DisagreementError, RuntimeError),
     (LaunchError, RuntimeError),
     (ModelError, TypeError),
+    (SlurmError, RuntimeError),
     (StartedError, RuntimeError),
     (StrategyError, RuntimeError),
     (WorkerError, RuntimeError),
@@ -46,7 +49,13 @@ def test_the_docstring_draws_every_error():
         for value in vars(errors).values()
         if isinstance(value, type) and issubclass(value, BaseException)
     }
-    assert defined == {UnisonoError, *(error for error, _ in TREE)}
+    assert defined == {UnisonoError, Preempted, *(error for error, _ in TREE)}
+
+
+def test_making_room_is_the_end_of_a_program_and_no_failure():
+    assert issubclass(Preempted, SystemExit)
+    assert not issubclass(Preempted, Exception)
+    assert Preempted().code == 75
 
 
 @pytest.mark.parametrize("error", [error for error, _ in TREE])

@@ -15,6 +15,8 @@ PUBLIC = {
         "LaunchError",
         "ModelError",
         "PeerLostError",
+        "Preempted",
+        "SlurmError",
         "StartedError",
         "Strategy",
         "StrategyError",

@@ -32,6 +32,7 @@ _ECHOES = {"PeerLost", "PeerLostError"}
 
 
 def main() -> None:
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # A warning, until somebody can heed it.
     line_file, dump_file, dump_signal, cores, *program = sys.argv[1:]
     for stream in (sys.stdout, sys.stderr):
         # Whole lines at once, so that those of several processes do not mix; and no later.
@@ -47,7 +48,10 @@ def main() -> None:
         _run(program)
     except SystemExit as end:
         end.__traceback__ = _own_part(end.__traceback__)
-        if code := _code(end):
+        code = _code(end)
+        if _has_name(end, {"Preempted"}):
+            _send(line, {"kind": "preempted"})
+        elif code:
             _tell(line, end, code)
         else:
             _send(line, {"kind": "ended"})

@@ -8,13 +8,14 @@ no sense, 1 for work that failed.
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import unisono
-from unisono import device_table, launcher
+from unisono import device_table, jobs, launcher, submission
 from unisono.errors import UnisonoError
 
-_COMMANDS = (device_table, launcher)
+_COMMANDS = (device_table, launcher, submission, jobs)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,8 +34,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
+class _Parser(argparse.ArgumentParser):
+    """Lets a room look at the words of its command line before they are parsed."""
+
+    prepare: Callable[[list[str]], list[str]] | None = None
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if self.prepare is not None and args is not None:
+            args = self.prepare(list(args))
+        return super().parse_known_args(args, namespace)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="unisono", description=unisono.__doc__)
+    parser = _Parser(prog="unisono", description=unisono.__doc__)
     parser.add_argument("--version", action="version", version=f"unisono {unisono.__version__}")
     commands = parser.add_subparsers(metavar="command", required=True)
     for room in _COMMANDS:

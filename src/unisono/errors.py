@@ -5,13 +5,19 @@
     ├── DisagreementError (RuntimeError)  processes of one run do different things
     ├── LaunchError (RuntimeError)        a run of several processes could not begin
     ├── ModelError (TypeError)            what was given is not a model we can train
+    ├── SlurmError (RuntimeError)         Slurm cannot do what was asked of it, or a job of it
     ├── StartedError (RuntimeError)       the backend fixed its devices before we were asked
     ├── StrategyError (RuntimeError)      a part of an own training loop was used where it cannot be
     └── WorkerError (RuntimeError)        a replica's process died or does not answer
         └── PeerLostError (WorkerError)   seen from another process, whose work it ended
 
+    Preempted (SystemExit)                training has made room, as a cluster asked it to
+
 Each message says what was asked, what was found, and what to do.
 """
+
+PREEMPTED_CODE = 75
+"""The exit code of a run that has made room and wants to go on later, as of a temporary failure."""
 
 
 class UnisonoError(Exception):
@@ -34,6 +40,10 @@ class ModelError(UnisonoError, TypeError):
     """The object given is not a Keras model, or one that cannot be split over replicas."""
 
 
+class SlurmError(UnisonoError, RuntimeError):
+    """Slurm is not there, refuses, or was asked for what it does not have."""
+
+
 class StartedError(UnisonoError, RuntimeError):
     """The backend has already fixed its devices in a way that forbids the request."""
 
@@ -48,3 +58,14 @@ class WorkerError(UnisonoError, RuntimeError):
 
 class PeerLostError(WorkerError):
     """Another process of the run is gone: an echo of its failure, and not the cause."""
+
+
+class Preempted(SystemExit):
+    """Training has stopped to make room, after all callbacks were told; it ends the program.
+
+    No `Exception`, as it is no failure: a program that deals with those must not go on as if the
+    training were complete.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(PREEMPTED_CODE)

@@ -8,6 +8,7 @@ imported, before a program can use it.
 import functools
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -16,8 +17,9 @@ from unisono.errors import LaunchError
 from unisono.imports import after_import, keras_backend
 from unisono.launch.plan import START_TIMEOUT
 from unisono.launch.secret import SECRET
+from unisono.launch.warning import WARNING, listen
 from unisono.launch.world import World, current_world, enter
-from unisono.topology import JOINED, settle, topology
+from unisono.topology import JOINED, Topology, is_slurm_task, settle, topology
 
 _START_TIMEOUT_S = 300.0
 
@@ -26,7 +28,8 @@ def join() -> World | None:
     """Join the run of several processes that this one belongs to, if there is one."""
     if is_command(sys.orig_argv):
         return None  # A launcher of ours that another one started on each node, say.
-    facts = topology()
+    facts = _fitted(topology())
+    _listen(facts)
     if facts.world_size == 1 or current_world() is not None:
         return current_world()
     timeout_s = float(os.environ.get(START_TIMEOUT) or _START_TIMEOUT_S)
@@ -50,6 +53,30 @@ def join() -> World | None:
     for framework in ("jax", "tensorflow", "torch"):
         after_import(framework, functools.partial(_join_backend, framework, world))
     return world
+
+
+def _fitted(facts: Topology) -> Topology:
+    """The place of a task of Slurm's, once it is clear that tasks and GPUs fit; or its end."""
+    if facts.launcher != "slurm" or current_world() is not None:
+        return facts
+    from unisono.slurm.step import fit_ranks, read_step
+
+    step = read_step(os.environ)
+    assert step is not None
+    fitted, remark = fit_ranks(facts, step)
+    if remark and step.is_first:
+        print(f"unisono: {remark}", file=sys.stderr, flush=True)
+    if fitted is None:
+        raise SystemExit(0)
+    return settle(fitted)
+
+
+def _listen(facts: Topology) -> None:
+    """Take signals for warnings where somebody may send them as such."""
+    if facts.launcher == "unisono":
+        listen(WARNING)
+    if is_slurm_task(os.environ):
+        listen(WARNING, signal.SIGTERM)
 
 
 def is_command(words: Sequence[str]) -> bool:

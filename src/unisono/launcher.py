@@ -1,19 +1,23 @@
 """`unisono run`: starts a program as one process per replica, here or on many nodes.
 
-Imports no framework: a launcher that had touched a GPU would hold memory of it.
+Imports no framework: a launcher that had touched a GPU would hold memory of it. In a task of
+Slurm's srun, the nodes and where they meet are known from there.
 """
 
 import argparse
 import os
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from unisono.devices import Selection, choose, describe, num_gpus, select
+from unisono.errors import DeviceError
 from unisono.launch.hosts import how_to_start, local_names, merge_local, parse_hosts, spread
 from unisono.launch.plan import START_TIMEOUT, TIMEOUT
-from unisono.launch.start import Request, start
+from unisono.launch.start import Request, check_program, start
+from unisono.slurm.step import Step, coordinator, launcher_role, read_step
 
 _TIMEOUT_S = 600.0
 _START_TIMEOUT_S = 300.0
@@ -46,20 +50,35 @@ def add_to(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    step = None
+    if options.nodes is None and options.hosts is None:
+        step = read_step(os.environ)
     try:
-        request = request_of(options)
+        if step is not None:
+            role, remark = launcher_role(step)
+            if remark and step.is_first:
+                print(f"unisono: {remark}", file=sys.stderr, flush=True)
+            if role == "leave":
+                return 0
+            if role == "rank":
+                _become_rank(options)
+        request = request_of(options, step)
     except _UsageError as error:
         options.parser.error(str(error))
     return start(request)
 
 
-def request_of(options: argparse.Namespace) -> Request:
-    """What was asked for, checked against itself and against this machine."""
-    words = options.program[options.program[0] == "--" :]
-    program = ("-m", *words) if options.is_module else tuple(words)
+def request_of(options: argparse.Namespace, step: Step | None = None) -> Request:
+    """What was asked for, checked against itself, this machine and what Slurm gave."""
+    program = _program(options)
+    secret = None
     options = _with_hosts(options, program)
+    if step is not None and step.num_nodes > 1:
+        check_program(program)
+        options.nodes, options.node_rank = step.num_nodes, step.node
+        options.coordinator, secret = coordinator(step, os.environ, options.start_timeout)
     _check_nodes(options)
-    num_processes, gpus = _devices(options)
+    num_processes, gpus = _devices(options, step)
     return Request(
         program=program,
         num_processes=num_processes,
@@ -68,6 +87,7 @@ def request_of(options: argparse.Namespace) -> Request:
         num_nodes=options.nodes,
         node=options.node_rank,
         coordinator=options.coordinator,
+        secret=secret,
         interface=options.interface,
         world_size=options.np,
         log_folder=options.log_dir,
@@ -75,6 +95,29 @@ def request_of(options: argparse.Namespace) -> Request:
         timeout_s=options.timeout,
         start_timeout_s=options.start_timeout,
     )
+
+
+def _program(options: argparse.Namespace) -> tuple[str, ...]:
+    words = options.program[options.program[0] == "--" :]
+    return ("-m", *words) if options.is_module else tuple(words)
+
+
+def _become_rank(options: argparse.Namespace) -> None:
+    """Go on as the program itself, which finds its place among Slurm's tasks; no return."""
+    given = [
+        f"--{name.replace('_', '-')}"
+        for name in ("replicas", "gpus", "np", "memory", "cpu_threads", "log_dir", "interface")
+        if getattr(options, name) is not None
+    ]
+    if given:
+        raise _UsageError(
+            f"{', '.join(given)} needs one task on each node, and Slurm started more: #SBATCH "
+            "--ntasks-per-node=1"
+        )
+    program = _program(options)
+    check_program(program)
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, *program])
 
 
 def _add_devices(group: Any) -> None:
@@ -158,8 +201,20 @@ def _check_nodes(options: argparse.Namespace) -> None:
         raise _UsageError(f"--node-rank {options.node_rank} is outside: nodes are 0 to {last}")
 
 
-def _devices(options: argparse.Namespace) -> tuple[int, Selection | None]:
+def _devices(options: argparse.Namespace, step: Step | None) -> tuple[int, Selection | None]:
     """How many processes, and the GPUs that they have, if any."""
+    try:
+        return _chosen(options)
+    except DeviceError as error:
+        if step is None:
+            raise
+        raise DeviceError(
+            f"{error} Slurm gave this task {step.num_seen} GPU(s): a job gets more by #SBATCH "
+            "--gres=gpu:N, on each of its nodes."
+        ) from error
+
+
+def _chosen(options: argparse.Namespace) -> tuple[int, Selection | None]:
     if options.gpus is not None:
         chosen = select(_gpus(options.gpus))
         if options.replicas not in (None, len(chosen.numbers)):

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 from unisono.data import nearest_divisible
 from unisono.devices import Placement, choose, choose_own, simulated_gpus
 from unisono.engines import Adopted, load_engine
-from unisono.engines.hooks import bind, unbind
+from unisono.engines.hooks import bind, original, unbind
 from unisono.errors import ModelError
+from unisono.launch.warning import is_listening
 from unisono.launch.world import current_world
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ def spread(
     else:
         engine.prepare(placement)
     vars(model)[_ADOPTED] = engine.adopt(model, placement, sync_batch_norm=sync_batch_norm)
+    if is_listening():
+        _make_room(model)
     _announce_at_first_fit(model, placement, engine.backend)
     return model
 
@@ -127,6 +130,12 @@ def _check_optimizer(model: Any) -> None:
             "would reduce its gradients. Leave out one: unisono.parallel splits a global batch, "
             "hvd.DistributedOptimizer trains each process on batches of its own."
         )
+
+
+def _make_room(model: Any) -> None:
+    from unisono.engines.preemption import making_room
+
+    bind(model, "fit", making_room(vars(model).get("fit") or original(model, "fit")))
 
 
 def _announce_at_first_fit(model: Any, placement: Placement, backend: str) -> None:

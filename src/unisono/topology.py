@@ -131,7 +131,7 @@ def _read_mpich(variables: _Variables) -> Topology | None:
     if not variables.has("PMI_RANK", "PMI_SIZE"):
         return None
     rank, size = variables.number("PMI_RANK"), variables.number("PMI_SIZE")
-    if _is_step(variables) and variables.number("SLURM_PROCID") == rank:
+    if is_slurm_task(variables.env) and variables.number("SLURM_PROCID") == rank:
         return None  # srun --mpi=pmi2, and Slurm says more than PMI does.
     if size == 1:
         return _mpi(variables, rank, 1, 0, 1)
@@ -140,7 +140,7 @@ def _read_mpich(variables: _Variables) -> Topology | None:
 
 
 def _read_slurm(variables: _Variables) -> Topology | None:
-    if not _is_step(variables):
+    if not is_slurm_task(variables.env):
         return None
     size = variables.number("SLURM_STEP_NUM_TASKS", variables.number("SLURM_NTASKS", 1))
     if size == 1:
@@ -148,9 +148,8 @@ def _read_slurm(variables: _Variables) -> Topology | None:
     node = variables.number("SLURM_NODEID")
     num_nodes = variables.number("SLURM_STEP_NUM_NODES", variables.number("SLURM_NNODES", 1))
     rank, local_rank = variables.number("SLURM_PROCID"), variables.number("SLURM_LOCALID")
-    return _facts(
-        variables, rank, size, local_rank, _tasks_of_node(variables, node), node, num_nodes
-    )
+    tasks = _tasks_of_node(variables, node)
+    return _facts(variables, rank, size, local_rank, tasks, node, num_nodes)
 
 
 def _read_tf_config(variables: _Variables) -> Topology | None:
@@ -236,11 +235,11 @@ def _node(rank: int, local_rank: int, local_size: int, num_nodes: int) -> int:
     return min(rank // max(1, local_size), num_nodes - 1)
 
 
-def _is_step(variables: _Variables) -> bool:
+def is_slurm_task(env: Mapping[str, str]) -> bool:
     """Whether srun started this process as a task; a batch script has most variables as well."""
-    if not variables.has("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"):
+    if not all(env.get(f"SLURM_{name}") for name in ("STEP_ID", "PROCID", "LOCALID", "NODEID")):
         return False
-    step = variables.env["SLURM_STEP_ID"]
+    step = env["SLURM_STEP_ID"]
     return not step.isdigit() or int(step) < _SPECIAL_STEP
 
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from unisono.data import share_bounds
 from unisono.errors import DisagreementError
+from unisono.launch.warning import is_warned
 from unisono.launch.world import World
 
 _MOST_BYTES_COMPARED = 1 << 20
@@ -101,12 +102,13 @@ class Feed:
         call.step += 1
         topic = f"{self.where()}, step {call.step}"
         digest = zlib.crc32("\n".join(describe()).encode()) if changed else 0
-        own = [int(share.num_rows), int(share.checksum), list(changed), digest]
+        own = [int(share.num_rows), int(share.checksum), list(changed), digest, is_warned()]
         every = self.world.exchange(topic, own)
         _check_rows(topic, every)
-        if len({digest for *_, changed, digest in every if changed}) > 1:
+        self.world.is_warned |= any(is_warned for *_, is_warned in every)
+        if len({digest for *_, changed, digest, _ in every if changed}) > 1:
             _refuse_variables(self.world.exchange(f"{topic}: variables", describe()))
-        return sorted({place for _, _, changed, _ in every for place in changed})
+        return sorted({place for _, _, changed, *_ in every for place in changed})
 
 
 def agree_on_batch(world: World, topic: str, batch: Any, num_rows: int) -> None:

@@ -9,7 +9,7 @@ import signal
 import time
 from typing import Any
 
-from unisono.launch.failure import Failure, Outcome, describe, first_of, signal_name
+from unisono.launch.failure import Failure, Outcome, describe, ended_well, first_of, signal_name
 from unisono.launch.meeting import Meeting
 from unisono.launch.nodes import Peer, Peers
 from unisono.launch.watch import AFTERMATH_S, BEAT_S, Watch
@@ -29,6 +29,7 @@ class Conductor:
         self._first_seen = 0.0
         self._interrupted: list[int] = []
         self._is_ending = False
+        self._has_made_room = False
         self._last_beat = 0.0
         self._done: set[int] = set()
         self._ended: set[int] = set()
@@ -41,6 +42,10 @@ class Conductor:
         self._interrupted.append(number)
         if len(self._interrupted) > 1:
             self._watch.ranks.signal_groups(signal.SIGKILL)
+
+    def warn(self) -> None:
+        """Pass on that the run must soon make room."""
+        self._watch.warn()
 
     def conduct(self) -> Outcome:
         """See the run to its end."""
@@ -58,8 +63,9 @@ class Conductor:
                 if is_known or time.monotonic() > self._first_seen + AFTERMATH_S:
                     return self._end(signal.SIGTERM)
             elif self._watch.is_done and self._done == {peer.hello.node for peer in self._peers}:
-                self._peers.tell({"do": "over"})
-                return Outcome()
+                self._has_made_room |= self._watch.has_made_room
+                self._peers.tell({"do": "over", "has_made_room": self._has_made_room})
+                return ended_well(self._has_made_room)
 
     def _go_on(self) -> None:
         found = self._watch.wait(peer for peer in self._peers if not peer.is_gone)
@@ -110,6 +116,7 @@ class Conductor:
 
     def _do_done(self, peer: Peer, message: dict[str, Any]) -> None:
         self._done.add(peer.hello.node)
+        self._has_made_room |= bool(message["has_made_room"])
 
     def _do_ended(self, peer: Peer, message: dict[str, Any]) -> None:
         self._ended.add(peer.hello.node)

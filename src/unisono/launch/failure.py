@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.devices.cpu import num_memory_kills
+from unisono.errors import PREEMPTED_CODE
 
 _WEIGHTS = {"interrupt": 0, "node": 0, "stall": 0, "kill": 0, "disagreement": 2, "echo": 3}
 _USUAL_WEIGHT = 1
@@ -58,6 +59,17 @@ class Outcome:
     """What is to be printed last."""
     first: Failure | None = None
     """The failure that ended it, if one did."""
+
+
+def ended_well(has_made_room: bool) -> Outcome:
+    """The outcome of a run in which nobody failed."""
+    if not has_made_room:
+        return Outcome()
+    return Outcome(
+        PREEMPTED_CODE,
+        "unisono: the run has made room before it was complete, as it was asked to "
+        f"(exit code {PREEMPTED_CODE}).\n",
+    )
 
 
 def name_of(rank: int, host: str, pid: int) -> str:

@@ -7,7 +7,7 @@ import signal
 import time
 from typing import Any
 
-from unisono.launch.failure import Failure, Outcome, describe, signal_name
+from unisono.launch.failure import Failure, Outcome, describe, ended_well, signal_name
 from unisono.launch.nodes import Peer
 from unisono.launch.watch import BEAT_S, Watch
 
@@ -34,6 +34,10 @@ class Follower:
         self._interrupted.append(number)
         if len(self._interrupted) > 1:
             self._watch.ranks.signal_groups(signal.SIGKILL)
+
+    def warn(self) -> None:
+        """Pass on that the run must soon make room."""
+        self._watch.warn()
 
     def conduct(self) -> Outcome:
         """See the run to its end."""
@@ -63,7 +67,8 @@ class Follower:
         self._beat()
         if self._watch.is_done and not self._is_done_told:
             self._is_done_told = True
-            self._chief.send({"do": "done"})
+            has_made_room = self._watch.has_made_room
+            self._chief.send({"do": "done", "has_made_room": has_made_room})
         for message in self._chief.receive():
             getattr(self, f"_do_{message['do']}")(message)
 
@@ -94,7 +99,7 @@ class Follower:
             first = Failure.from_message(message["failure"])
             self._over = Outcome(first.code, str(message["text"]), first)
         else:
-            self._over = Outcome()
+            self._over = ended_well(bool(message["has_made_room"]))
 
     def _end(self, number: int) -> None:
         if self._is_ended:

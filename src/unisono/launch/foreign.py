@@ -70,7 +70,7 @@ def meeting_place(facts: Topology, env: Mapping[str, str]) -> Place:
             "them, with the first node's address and a free port of it, such as mpirun -x "
             f"{COORDINATOR}=10.0.0.1:4000."
         )
-    return Place(run, host, _ports(run))
+    return Place(run, host, ports_of(run))
 
 
 def arrange(
@@ -92,7 +92,7 @@ def arrange(
         if facts.is_chief:
             address = _host(facts, place, secret, env).address
         else:
-            address = _find(place, secret, start_timeout_s)
+            address = find(place, secret, start_timeout_s)
     return replace(facts, coordinator=address), secret
 
 
@@ -129,7 +129,8 @@ def _run_name(facts: Topology, env: Mapping[str, str]) -> str:
     return " ".join(parts)
 
 
-def _ports(run: str) -> tuple[int, ...]:
+def ports_of(run: str) -> tuple[int, ...]:
+    """The ports at which a run may be met, worked out from its name."""
     start = int.from_bytes(hashlib.sha256(run.encode()).digest()[:4], "big")
     return tuple(_FIRST_PORT + (start + _STRIDE * i) % _NUM_PORTS for i in range(_NUM_TRIES))
 
@@ -153,7 +154,8 @@ def _host(facts: Topology, place: Place, secret: str, env: Mapping[str, str]) ->
     )
 
 
-def _find(place: Place, secret: str, timeout_s: float) -> str:
+def find(place: Place, secret: str, timeout_s: float) -> str:
+    """The address at which rank 0, or node 0, of a run answers; LaunchError where none does."""
     deadline = time.monotonic() + timeout_s
     while True:
         for port in place.ports:

@@ -78,5 +78,5 @@ def how_to_start(hosts: Sequence[HostSlots], program: Sequence[str], port: int) 
         words = ["unisono", "run", "--replicas", str(entry.slots), "--nodes", str(len(hosts))]
         words += ["--node-rank", str(node), "--coordinator", f"{hosts[0].host}:{port}", *program]
         lines.append(f"  on {entry.host}:  {shlex.join(words)}")
-    lines.append("Under Slurm, `srun python script.py` starts them all, and unisono finds its way.")
+    lines.append("Under Slurm, `srun unisono run script.py` starts them all.")
     return "\n".join(lines)

@@ -20,6 +20,9 @@ from typing import IO
 _KEPT_BYTES = 64 * 1024
 _LONGEST_LINE = 64 * 1024
 
+OUTCOME = "outcome.json"
+"""How a run ended, beside the outputs of its ranks."""
+
 Sink = Callable[[bytes], None]
 Show = Callable[[int, bytes], None]
 

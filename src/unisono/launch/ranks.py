@@ -78,6 +78,11 @@ class Rank:
     def is_alive(self) -> bool:
         return self.code is None
 
+    @property
+    def has_made_room(self) -> bool:
+        """Whether the process has stopped its training because it was asked to."""
+        return self.report is not None and self.report["kind"] == "preempted"
+
     def fileno(self) -> int:
         return self._line.fileno()
 

@@ -6,12 +6,14 @@ coordinator's address, and the processes at another, free port of the same addre
 
 import contextlib
 import dataclasses
+import json
 import os
 import secrets
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,11 +30,13 @@ from unisono.launch.guard import Guard
 from unisono.launch.meeting import Meeting
 from unisono.launch.modules import check_module
 from unisono.launch.nodes import Hello, Host, Peers, call_host
-from unisono.launch.output import Output, Show
+from unisono.launch.output import OUTCOME, Output, Show
 from unisono.launch.plan import Facts, Seat, seats
 from unisono.launch.ranks import Ranks
 from unisono.launch.secret import new_secret, secret_of_run, shared_secret
+from unisono.launch.warning import WARNING
 from unisono.launch.watch import Watch
+from unisono.topology import is_slurm_task
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,8 @@ class Request:
     num_nodes: int = 1
     node: int = 0
     coordinator: str | None = None
+    secret: str | None = None
+    """What the nodes' launchers share; the user's own where none is given."""
     interface: str | None = None
     world_size: int | None = None
     log_folder: Path | None = None
@@ -69,6 +75,7 @@ def start(request: Request) -> int:
 def perform(request: Request) -> Outcome:
     """Run a program as the request says; LaunchError where it cannot begin."""
     check_program(request.program)
+    began = time.monotonic()
     with _signals() as signals, contextlib.ExitStack() as stack:
         facts, peers, meeting = _agree(request, stack)
         output = _open_output(request)
@@ -84,8 +91,11 @@ def perform(request: Request) -> Outcome:
             conductor = Conductor(watch, peers, meeting)
         else:
             conductor = Follower(watch, next(iter(peers)))
+        signals.warn = conductor.warn
         signals.receiver = conductor.interrupt
-        return conductor.conduct()
+        outcome = conductor.conduct()
+    _leave_outcome(request, outcome, time.monotonic() - began)
+    return outcome
 
 
 def _seats(request: Request) -> list[Seat]:
@@ -123,7 +133,7 @@ def _agree(request: Request, stack: contextlib.ExitStack) -> tuple[Facts, Peers,
         return _agree_alone(request, stack)
     assert request.coordinator is not None
     host, port = network.split_address(request.coordinator)
-    shared = shared_secret(os.environ)
+    shared = request.secret or shared_secret(os.environ)
     if request.node:
         return _join_nodes(request, host, port, shared, stack)
     return _host_nodes(request, host, port, shared, stack)
@@ -254,15 +264,37 @@ def _open_output(request: Request) -> Output:
     return Output(folder=folder, is_all_shown=request.is_all_shown, show=request.show)
 
 
+def _leave_outcome(request: Request, outcome: Outcome, seconds: float) -> None:
+    """Beside the logs, for those who look when nobody else remembers the run."""
+    if request.log_folder is None or request.node:
+        return
+    told = {"code": outcome.code, "seconds": round(seconds, 1), "text": outcome.text}
+    with contextlib.suppress(OSError):
+        (request.log_folder / OUTCOME).write_text(json.dumps(told))
+
+
 class _Signals:
-    """Who is told of a signal that asks us to end; before the run is under way, we just end."""
+    """Who is told of a signal that asks us to end; before the run is under way, we just end.
+
+    Slurm asks by SIGTERM when it takes a job away, and gives it a while: a warning at first.
+    """
 
     receiver: Callable[[int], None] | None = None
+    warn: Callable[[], None] | None = None
+
+    def __init__(self) -> None:
+        self._warnings = {WARNING, signal.SIGTERM} if is_slurm_task(os.environ) else {WARNING}
 
     def receive(self, number: int, frame: object) -> None:
-        if self.receiver is None:
+        if number in self._warnings and self.warn is not None:
+            self._warnings.discard(signal.SIGTERM)
+            self.warn()
+        elif number == WARNING:
+            pass
+        elif self.receiver is None:
             raise SystemExit(128 + number)
-        self.receiver(number)
+        else:
+            self.receiver(number)
 
 
 @contextlib.contextmanager
@@ -271,7 +303,7 @@ def _signals() -> Iterator[_Signals]:
     if threading.current_thread() is not threading.main_thread():
         yield signals  # Python's signals are its main thread's affair.
         return
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, WARNING)
     # What is ignored, as under nohup, stays so.
     before = {n: signal.getsignal(n) for n in numbers if signal.getsignal(n) != signal.SIG_IGN}
     for number in before:

@@ -17,6 +17,7 @@ from unisono.launch.failure import (
 )
 from unisono.launch.plan import Facts
 from unisono.launch.ranks import Rank, Ranks
+from unisono.launch.warning import WARNING
 
 TICK_S = 0.2
 BEAT_S = 1.0
@@ -62,7 +63,17 @@ class Watch:
 
     @property
     def is_done(self) -> bool:
-        return all(rank.code == 0 for rank in self.ranks)
+        return all(
+            rank.code == 0 or (rank.code is not None and rank.has_made_room) for rank in self.ranks
+        )
+
+    @property
+    def has_made_room(self) -> bool:
+        return any(rank.has_made_room for rank in self.ranks)
+
+    def warn(self) -> None:
+        """Tell the processes that they must soon make room."""
+        self.ranks.signal(WARNING)
 
     def stopped(self) -> dict[int, float]:
         """The ranks that somebody has stopped, and for how long."""
@@ -84,8 +95,10 @@ class Watch:
         self.ranks.end(number, patience_s, meanwhile)
 
     def _has_failed(self, rank: Rank) -> bool:
+        if rank.rank in self._failed or rank.has_made_room:
+            return False
         told = rank.report is not None and rank.report["kind"] != "ended"
-        return rank.rank not in self._failed and (told or bool(rank.code))
+        return told or bool(rank.code)
 
     def _has_vanished(self, rank: Rank) -> bool:
         """Whether a process ended without a word, which is no failure until others miss it."""

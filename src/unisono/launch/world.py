@@ -39,6 +39,8 @@ class World:
         self.num_points = 0
         """How many points all processes have met at: the same everywhere at the same place of the
         program."""
+        self.is_warned = False
+        """Whether all processes know, at the same step, that the run must make room."""
         self._asking = threading.Lock()
         self._sending = threading.Lock()
         self._is_left = False

@@ -1,0 +1,153 @@
+"""What srun gave this task, and whether its tasks fit its GPUs; before any framework is loaded.
+
+A program that srun starts wants one task for each GPU; `unisono run` wants one on each node. What
+fits neither is read in the sensible way where there is one, and said; else it is an error that
+names the line to change.
+"""
+
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from unisono.errors import LaunchError
+from unisono.launch.foreign import Place, find, first_host, ports_of
+from unisono.launch.network import join_address, own_address
+from unisono.launch.secret import secret_of_run, shared_secret
+from unisono.topology import Topology, is_slurm_task, read_topology
+
+_RUN = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One task of an srun."""
+
+    num_nodes: int
+    node: int
+    num_tasks: int
+    """On this node."""
+    task: int
+    """This one's place among them."""
+    num_gpus: int
+    """Of this node, in all; 0 where none was asked for."""
+    num_seen: int
+    """Of them, what this task may use."""
+    is_even: bool
+    """Whether every node has as many tasks as this one."""
+    is_one_a_node: bool
+    """Whether no node has more than one."""
+
+    @property
+    def is_first(self) -> bool:
+        return self.node == 0 and self.task == 0
+
+
+def read_step(env: Mapping[str, str]) -> Step | None:
+    """The task that this process is; None where srun did not start it."""
+    if not is_slurm_task(env):
+        return None
+    facts = read_topology(env)
+    if facts.launcher != "slurm":
+        facts = Topology()  # A single task.
+    num_gpus = _number(env.get("SLURM_GPUS_ON_NODE", ""))
+    seen = [name for name in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    # Runs of equal numbers, such as `2(x3),1`.
+    counts = [_number(part) for part in env.get("SLURM_STEP_TASKS_PER_NODE", "1").split(",")]
+    return Step(
+        num_nodes=facts.num_nodes,
+        node=facts.node,
+        num_tasks=facts.local_size,
+        task=facts.local_rank,
+        num_gpus=num_gpus,
+        num_seen=len(seen) if seen else num_gpus,
+        is_even=len(counts) == 1,
+        is_one_a_node=max(counts) == 1,
+    )
+
+
+def fit_ranks(facts: Topology, step: Step) -> tuple[Topology | None, str]:
+    """The place of a task that is a rank itself, None where it has nothing to do, and a remark.
+
+    LaunchError where tasks and GPUs do not fit.
+    """
+    tasks, gpus = step.num_tasks, step.num_gpus
+    if gpus in (0, tasks) or facts.world_size == 1:
+        return facts, ""
+    if tasks < gpus:
+        raise LaunchError(
+            f"Slurm started {tasks} task(s) on this node, which has {gpus} GPUs for the job; a "
+            f"task of a run trains on one. Write `srun unisono run script.py`, which starts a "
+            f"process for each GPU, with #SBATCH --ntasks-per-node=1; or #SBATCH "
+            f"--ntasks-per-node={gpus} for `srun python script.py`."
+        )
+    if not step.is_even:
+        raise LaunchError(
+            f"Slurm started {tasks} tasks on this node for {gpus} GPU(s), and other numbers of "
+            f"tasks on other nodes. Ask for as many as there are GPUs: #SBATCH "
+            f"--ntasks-per-node={gpus}."
+        )
+    remark = (
+        f"Slurm started {tasks} tasks on each node for {gpus} GPU(s). One task for each GPU "
+        f"trains, and {tasks - gpus} on each node have nothing to do. Change the batch script: "
+        f"#SBATCH --ntasks-per-node={gpus}"
+    )
+    if step.task >= gpus:
+        return None, remark
+    rank = step.node * gpus + step.task
+    places = {"rank": rank, "world_size": gpus * step.num_nodes, "local_size": gpus}
+    return replace(facts, **places), remark  # type: ignore[arg-type]
+
+
+def launcher_role(step: Step) -> tuple[str, str]:
+    """What `unisono run` is in a task, and a remark: "launch", "rank" or "leave"."""
+    tasks, gpus = step.num_tasks, step.num_gpus
+    if step.is_one_a_node:
+        return "launch", ""
+    if gpus in (0, tasks):
+        return "rank", (
+            f"Slurm started {tasks} tasks on each node, so each of them is one process of the run. "
+            "`unisono run` needs but one on each node: #SBATCH --ntasks-per-node=1"
+        )
+    if step.num_seen < gpus or not step.is_even:
+        raise LaunchError(
+            f"Slurm started {tasks} task(s) on this node, each with {step.num_seen} of its {gpus} "
+            "GPU(s), and other nodes may have others. Write #SBATCH --ntasks-per-node=1 and "
+            f"#SBATCH --gres=gpu:{gpus}, without --gpus-per-task and --gpu-bind."
+        )
+    remark = (
+        f"Slurm started {tasks} tasks on each node for {gpus} GPUs. The first of them starts a "
+        "process for each GPU, and the others have nothing to do. Change the batch script: "
+        "#SBATCH --ntasks-per-node=1"
+    )
+    return ("leave" if step.task else "launch"), remark
+
+
+def coordinator(step: Step, env: Mapping[str, str], timeout_s: float) -> tuple[str, str]:
+    """Where the launchers of a job's nodes meet, and the secret of this run alone."""
+    run = " ".join(["slurm nodes", str(step.num_nodes), *(env.get(name, "") for name in _RUN)])
+    host = first_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST", ""))
+    secret = secret_of_run(shared_secret(env), run)
+    place = Place(run, host, ports_of(run))
+    if step.node:
+        return find(place, secret, timeout_s), secret
+    return join_address(host, _free_port(own_address(host), place.ports)), secret
+
+
+def _free_port(host: str, ports: tuple[int, ...]) -> int:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for port in ports:
+        try:
+            socket.create_server((host, port), family=family).close()
+        except OSError:
+            continue
+        return port
+    raise LaunchError(
+        f"Found none of the ports {', '.join(map(str, ports))} free on {host}. Name one: `unisono "
+        "run --nodes … --node-rank $SLURM_NODEID --coordinator host:port`."
+    )
+
+
+def _number(text: str) -> int:
+    found = re.match(r"\d+", text)
+    return int(found[0]) if found else 0
