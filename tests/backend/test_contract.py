@@ -1,8 +1,9 @@
 """The exactness contract: each case on several replicas gives what one device gives.
 
 By default the cases that engines find hardest run on every backend and each of the others on one
-of them, on one number of replicas, such that each group of features meets 2, 3 and 4 of them;
-`--full` runs them all. `python -m unisono.bench.exactness` writes the table.
+of them (on TensorFlow where slow tests are wanted), on one number of replicas, such that each group
+of features meets 2, 3 and 4 of them; `--full` runs them all. `python -m unisono.bench.exactness`
+writes the table.
 """
 
 import functools
@@ -90,7 +91,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if {"case", "replicas"} <= set(metafunc.fixturenames):
         chosen = pairs(full=metafunc.config.getoption("--full"))
         names = [f"{case.name}-{replicas}" for case, replicas in chosen]
-        metafunc.parametrize(("case", "replicas"), chosen, ids=names)
+        marked = [pytest.param(*pair, marks=marks_of(pair[0])) for pair in chosen]
+        metafunc.parametrize(("case", "replicas"), marked, ids=names)
+
+
+def marks_of(case: Case) -> list[pytest.MarkDecorator]:
+    """TensorFlow traces for seconds what others run in one."""
+    is_slow = BACKEND == "tensorflow" and case.name not in HARDEST
+    return [pytest.mark.slow] if is_slow else []
 
 
 def test_replicas_agree_with_one_device(case, replicas, reference):
