@@ -76,13 +76,13 @@ def test_the_view():
     found = lines(readings, {"run": ranks({}, {})}, 100, now=101.0)
     assert found == [
         "Devices: all 1 GPUs work",
-        "gpu 0  ██████        50%  4.0 GiB of 16.0 GiB  60 °C  210 W  A100",
+        "gpu 0  ██████        50%  4 GiB of 16 GiB  60 °C  210 W  A100",
         "  0 ██        25%    1 ████████ 100%",
         "",
         "train.py: all 2 replicas here work evenly",
         "  jax, 2 replica(s), epoch 1 of 3, step 7 of 10, 640 samples/s in all, loss 0.5",
-        "  rank 0  cpu 0  320 samples/s a replica  100.0 ms a step  input 10%  1.5 cores, 2.0 GiB",
-        "  rank 1  cpu 0  320 samples/s a replica  100.0 ms a step  input 10%  1.5 cores, 2.0 GiB",
+        "  rank 0  cpu 0  320 samples/s a replica  100.0 ms a step  input 10%  1.5 cores, 2 GiB",
+        "  rank 1  cpu 0  320 samples/s a replica  100.0 ms a step  input 10%  1.5 cores, 2 GiB",
     ]
 
 
