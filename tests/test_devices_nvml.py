@@ -54,6 +54,8 @@ class TestHowMany:
                 "total_bytes": 16 * GIB,
                 "free_bytes": 16 * GIB,
                 "utilisation": 0.0,
+                "temperature_c": 40,
+                "power_w": 100.0,
                 "processes": [],
                 "visible_index": 0,
                 "num_cores": None,

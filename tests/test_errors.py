@@ -7,6 +7,7 @@ import pytest
 
 from unisono import errors
 from unisono.errors import (
+    BenchError,
     DeviceError,
     DisagreementError,
     LaunchError,
@@ -21,6 +22,7 @@ from unisono.errors import (
 )
 
 TREE = [
+    (BenchError, RuntimeError),
     (DeviceError, ValueError),
     (DisagreementError, RuntimeError),
     (LaunchError, RuntimeError),

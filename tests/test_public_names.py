@@ -9,6 +9,7 @@ import unisono.compat
 
 PUBLIC = {
     unisono: [
+        "BenchError",
         "Device",
         "DeviceError",
         "DisagreementError",

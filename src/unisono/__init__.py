@@ -4,6 +4,7 @@ from unisono.checks import check_replicas
 from unisono.configuration import configure
 from unisono.devices import Device, devices
 from unisono.errors import (
+    BenchError,
     DeviceError,
     DisagreementError,
     LaunchError,
@@ -30,6 +31,7 @@ _join()
 _reserve()
 
 __all__ = [
+    "BenchError",
     "Device",
     "DeviceError",
     "DisagreementError",

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import unisono
-from unisono import device_table, jobs, launcher, submission
+from unisono import benchmark, device_table, jobs, launcher, submission, top
 from unisono.errors import UnisonoError
 
-_COMMANDS = (device_table, launcher, submission, jobs)
+_COMMANDS = (device_table, launcher, top, benchmark, submission, jobs)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,6 +1,7 @@
 """Every exception that unisono raises.
 
     UnisonoError
+    ├── BenchError (RuntimeError)         a benchmark could not be run, or a process of it ended
     ├── DeviceError (ValueError)          devices were asked for that are not there
     ├── DisagreementError (RuntimeError)  processes of one run do different things
     ├── LaunchError (RuntimeError)        a run of several processes could not begin
@@ -22,6 +23,10 @@ PREEMPTED_CODE = 75
 
 class UnisonoError(Exception):
     """Base of all of unisono's own errors."""
+
+
+class BenchError(UnisonoError, RuntimeError):
+    """A benchmark was asked for what is not there, or a process of it ended before it should."""
 
 
 class DeviceError(UnisonoError, ValueError):

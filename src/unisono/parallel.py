@@ -63,8 +63,7 @@ def spread(
     else:
         engine.prepare(placement)
     vars(model)[_ADOPTED] = engine.adopt(model, placement, sync_batch_norm=sync_batch_norm)
-    if is_listening():
-        _make_room(model)
+    _watch_fits(model, placement)
     _announce_at_first_fit(model, placement, engine.backend)
     return model
 
@@ -132,10 +131,23 @@ def _check_optimizer(model: Any) -> None:
         )
 
 
-def _make_room(model: Any) -> None:
-    from unisono.engines.preemption import making_room
+def _watch_fits(model: Any, placement: Placement) -> None:
+    """Let each `fit` publish how it goes, and make room when it is warned."""
+    from unisono.engines.fit_watch import watched
+    from unisono.engines.preemption import MakeRoom
+    from unisono.engines.publishing import Publish
 
-    bind(model, "fit", making_room(vars(model).get("fit") or original(model, "fit")))
+    def watchers(callbacks: list[Any], given: dict[str, Any]) -> list[Any]:
+        publish = Publish(
+            global_batch=_global_batch(
+                given.get("x"), given.get("batch_size"), given.get("steps_per_epoch")
+            ),
+            num_replicas=placement.num_replicas,
+            devices=str(placement),
+        )
+        return [MakeRoom(callbacks), publish] if is_listening() else [publish]
+
+    bind(model, "fit", watched(vars(model).get("fit") or original(model, "fit"), watchers))
 
 
 def _announce_at_first_fit(model: Any, placement: Placement, backend: str) -> None:

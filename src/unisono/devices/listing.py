@@ -65,6 +65,8 @@ def _record(gpu: Gpu, visibility: Visibility) -> Device:
         gpu.total_bytes,
         gpu.free_bytes,
         gpu.utilisation,
+        gpu.temperature_c,
+        gpu.power_w,
         gpu.processes,
         visible_index=visibility.visible_index(gpu.index),
         error=gpu.error,

@@ -25,6 +25,8 @@ class Gpu:
     total_bytes: int | None = None
     free_bytes: int | None = None
     utilisation: float | None = None
+    temperature_c: int | None = None
+    power_w: float | None = None
     processes: tuple[Process, ...] = ()
     error: str | None = None
 
@@ -86,6 +88,8 @@ def _read(pynvml: Any, index: int) -> Gpu:
     uuid = ask(pynvml.nvmlDeviceGetUUID, handle)
     memory = ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
     rates = ask(pynvml.nvmlDeviceGetUtilizationRates, handle)
+    temperature = ask(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU)
+    power_mw = ask(pynvml.nvmlDeviceGetPowerUsage, handle)
     running = ask(pynvml.nvmlDeviceGetComputeRunningProcesses, handle)
     return Gpu(
         index,
@@ -94,6 +98,8 @@ def _read(pynvml: Any, index: int) -> Gpu:
         total_bytes=int(memory.total) if memory else None,
         free_bytes=int(memory.free) if memory else None,
         utilisation=rates.gpu / 100 if rates else None,
+        temperature_c=temperature,
+        power_w=power_mw / 1000 if power_mw is not None else None,
         processes=tuple(
             Process(process.pid, process.usedGpuMemory, _user_of(process.pid))
             for process in running or ()

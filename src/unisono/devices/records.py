@@ -28,6 +28,8 @@ class Device:
     free_bytes: int | None = None
     utilisation: float | None = None
     """The share of the last moments in which it computed, 0 to 1."""
+    temperature_c: int | None = None
+    power_w: float | None = None
     processes: tuple[Process, ...] = ()
     visible_index: int | None = None
     num_cores: int | None = None

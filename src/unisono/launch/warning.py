@@ -5,11 +5,9 @@ SIGTERM from Slurm, which sends that to all processes of a job that it takes awa
 training nobody would act on it, so there SIGTERM ends a process as always.
 """
 
-import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator
 
 WARNING = signal.SIGUSR1
 REQUEUE = "UNISONO_REQUEUE"
@@ -39,15 +37,10 @@ def is_warned() -> bool:
     return _is_warned
 
 
-@contextlib.contextmanager
-def heeding() -> Iterator[None]:
-    """While this lasts, somebody looks for a warning often."""
+def heed(is_begun: bool) -> None:
+    """Say that somebody begins, or ends, to look for a warning often."""
     global _num_heeding
-    _num_heeding += 1
-    try:
-        yield
-    finally:
-        _num_heeding -= 1
+    _num_heeding += 1 if is_begun else -1
 
 
 def _take(number: int, frame: object) -> None:

@@ -1,0 +1,127 @@
+"""One process of a benchmark: trains a net in some way, a pass at a time, when a file says so.
+
+    python -m unisono.bench.racer FOLDER WAY NET NUM_STEPS NUM_REPLICAS
+
+It writes FOLDER/WAY-ready-RANK after a warm-up, and FOLDER/WAY-N-RANK with what the Nth pass took,
+as JSON; a pass begins when FOLDER/WAY-N appears, and the process ends when FOLDER/end does.
+"""
+
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from unisono.bench.nets import PER_REPLICA, data, make
+
+_POLL_S = 0.005
+
+
+def main(folder: Path, way: str, net: str, num_steps: int, num_replicas: int) -> None:
+    import unisono
+
+    rank = int(os.environ.get("BENCH_RANK", unisono.topology().rank))
+    kind = way.partition("-")[0]
+    one_pass = (_own(kind) or _peer(kind))(net, num_steps, num_replicas)
+    one_pass()
+    one_pass()
+    (folder / f"{way}-ready-{rank}").touch()
+    for number in range(1_000_000):
+        if not wait_for(folder / f"{way}-{number}", folder / "end"):
+            return
+        start, cpu = time.perf_counter(), time.process_time()
+        told = one_pass() or {}
+        told |= {
+            "seconds": time.perf_counter() - start,
+            "cpu_s": time.process_time() - cpu,
+            "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        }
+        part = folder / f"{way}-{number}-{rank}.part"
+        part.write_text(json.dumps(told))
+        part.rename(part.with_suffix(""))
+
+
+def wait_for(file: Path, end: Path) -> bool:
+    """Whether a file has appeared, and not the one that ends it all."""
+    while not file.exists():
+        if end.exists():
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+Pass = Callable[[], "dict[str, float] | None"]
+
+
+def _own(kind: str) -> Callable[[str, int, int], Pass] | None:
+    ways = {"plain": _plain, "apart": _plain, "one": _inside, "inside": _inside}
+    return {**ways, "together": _together}.get(kind)
+
+
+def _peer(kind: str) -> Callable[[str, int, int], Pass]:
+    from unisono.bench.peers import PEERS
+
+    return PEERS[kind].start
+
+
+def _plain(net: str, num_steps: int, num_replicas: int) -> Pass:
+    """Keras alone, on the rows of so many replicas."""
+    model = make(net)
+    batch = PER_REPLICA[net] * num_replicas
+    x, y = data(net, batch * num_steps)
+    return _fit(model, x, y, batch)
+
+
+def _inside(net: str, num_steps: int, num_replicas: int) -> Pass:
+    """unisono.parallel in one process."""
+    import unisono
+
+    model = unisono.parallel(make(net), replicas=num_replicas)
+    batch = PER_REPLICA[net] * num_replicas
+    x, y = data(net, batch * num_steps)
+    return _fit(model, x, y, batch)
+
+
+def _together(net: str, num_steps: int, num_replicas: int) -> Pass:
+    """unisono.parallel in each of several processes; tells also who waited for what."""
+    import unisono
+    from unisono.launch.world import current_world
+
+    model = unisono.parallel(make(net))
+    batch = PER_REPLICA[net] * num_replicas
+    x, y = data(net, batch * num_steps)
+    fit = _fit(model, x, y, batch)
+    world: Any = current_world()
+    if world is None:
+        return fit
+    meet, waited = world.exchange, [0.0]
+
+    def exchange(*args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return meet(*args, **kwargs)
+        finally:
+            waited[0] += time.perf_counter() - start
+
+    world.exchange = exchange
+
+    def told() -> dict[str, float]:
+        waited[0] = 0.0
+        fit()
+        return {"waited_s": waited[0]}
+
+    return told
+
+
+def _fit(model: Any, x: Any, y: Any, batch: int) -> Pass:
+    def fit() -> None:
+        model.fit(x, y, batch_size=batch, verbose=0)
+
+    return fit
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5]))

@@ -1,0 +1,197 @@
+"""What a race showed: a table, shares of a step, and a verdict in plain words."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from unisono.bench.race import Lap, Race
+
+_NOISE = 0.02
+_MUCH = 0.08
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way's results: medians over rounds."""
+
+    way: str
+    title: str
+    num_replicas: int
+    images_per_s: float
+    spread: float
+    """Largest less smallest, over the median."""
+    of_limit: float | None
+    """Of what as many processes that never talk reach in the same round."""
+    of_plain: float | None
+    """Of plain Keras in one process on all cores."""
+    peak_mib: float
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Where the time of a step goes, of so many replicas together."""
+
+    num_replicas: int
+    computing: float
+    """As long as it takes without the others; its input is part of it."""
+    communicating: float
+    waiting: float
+    """For the slowest."""
+
+
+TITLES = {
+    "plain": "plain Keras, 1 process, all cores",
+    "one": "unisono, 1 replica",
+    "apart": "the limit: processes that never talk",
+    "together": "unisono run",
+    "inside": "unisono.parallel in one process",
+}
+
+
+def rows(race: Race, titles: dict[str, str]) -> list[Row]:
+    """One for each way that ran, in their order."""
+    found = []
+    for name, laps in race.laps.items():
+        kind, _, count = name.rpartition("-")
+        rates = [lap.images_per_s for lap in laps]
+        median = statistics.median(rates)
+        found.append(
+            Row(
+                name,
+                titles.get(kind, kind),
+                int(count),
+                median,
+                (max(rates) - min(rates)) / median,
+                ratio(laps, race.laps.get(f"apart-{count}")) if kind != "apart" else None,
+                ratio(laps, _plain(race)) if kind != "plain" else None,
+                max(lap.peak_bytes for lap in laps) / 2**20,
+            )
+        )
+    return found
+
+
+def ratio(laps: Sequence[Lap], others: Sequence[Lap] | None) -> float | None:
+    """The median of the ratios within each round."""
+    if not others:
+        return None
+    pairs = zip(laps, others, strict=True)
+    return statistics.median(a.images_per_s / b.images_per_s for a, b in pairs)
+
+
+def shares(race: Race) -> list[Shares]:
+    """Where the time goes, for each number of replicas that ran together and apart."""
+    found = []
+    for name, laps in race.laps.items():
+        kind, _, count = name.rpartition("-")
+        alone = race.laps.get(f"apart-{count}")
+        if kind != "together" or alone is None:
+            continue
+        parts = [_parts(lap, other) for lap, other in zip(laps, alone, strict=True)]
+        means = [statistics.median(values) for values in zip(*parts, strict=True)]
+        found.append(Shares(int(count), *means))
+    return found
+
+
+def verdict(race: Race) -> str:
+    """What limits the run, and what to change."""
+    found = shares(race)
+    if not found:
+        return "Give --replicas more than one number to see what limits a run."
+    last = found[-1]
+    what = {"communicating": last.communicating, "waiting": last.waiting}
+    worst = max(what, key=lambda name: what[name])
+    if what[worst] < _MUCH:
+        return (
+            f"Computing takes {last.computing:.0%} of a step on {last.num_replicas} replicas: more "
+            "replicas will help, and a faster device will."
+        )
+    if worst == "communicating":
+        return (
+            f"Adding up gradients takes {last.communicating:.0%} of a step on "
+            f"{last.num_replicas} replicas. Raise the per-replica batch, or let a step compute "
+            "more: then there are fewer sums for the same work."
+        )
+    return (
+        f"Replicas wait {last.waiting:.0%} of a step for the slowest. Look with `unisono top` for "
+        "other programs on its device or cores, and for input that is slow on one of them."
+    )
+
+
+def table(race: Race, titles: dict[str, str]) -> str:
+    """Aligned columns for a terminal."""
+    head = ("", "replicas", "images/s", "spread", "of the limit", "of plain", "peak MiB")
+    body = [
+        (
+            row.title,
+            str(row.num_replicas),
+            f"{row.images_per_s:,.0f}",
+            f"{row.spread:.0%}",
+            "" if row.of_limit is None else f"{row.of_limit:.3f}",
+            "" if row.of_plain is None else f"{row.of_plain:.2f}",
+            f"{row.peak_mib:,.0f}",
+        )
+        for row in rows(race, titles)
+    ]
+    widths = [max(len(row[i]) for row in (head, *body)) for i in range(len(head))]
+    lines = [
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
+        for row in (head, *body)
+    ]
+    for share in shares(race):
+        lines.append(
+            f"{share.num_replicas} replicas: computing {share.computing:.0%}, communicating "
+            f"{share.communicating:.0%}, waiting for the slowest {share.waiting:.0%}"
+        )
+    lines += [f"{name}: not measured. {why}" for name, why in race.failed.items()]
+    return "\n".join([f"{race.net}, {race.backend}", *lines, verdict(race)])
+
+
+def to_json(race: Race, titles: dict[str, str]) -> dict[str, Any]:
+    return {
+        "net": race.net,
+        "backend": race.backend,
+        "load_before": race.load,
+        "rows": [asdict(row) for row in rows(race, titles)],
+        "shares": [asdict(share) for share in shares(race)],
+        "laps": {name: [asdict(lap) for lap in laps] for name, laps in race.laps.items()},
+        "failed": race.failed,
+        "verdict": verdict(race),
+    }
+
+
+def plot(races: Sequence[Race], path: Any) -> None:
+    """Throughput over replicas, with the ideal line of each backend."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for race in races:
+        points = sorted(
+            (row.num_replicas, row.images_per_s)
+            for row in rows(race, TITLES)
+            if row.way.startswith("together-")
+        )
+        if not points:
+            continue
+        counts, rates = zip(*points, strict=True)
+        (line,) = axes.plot(counts, rates, "o-", label=f"{race.net}, {race.backend}")
+        ideal = [rates[0] * count / counts[0] for count in counts]
+        axes.plot(counts, ideal, ":", color=line.get_color())
+    axes.set(xlabel="replicas (dotted: ideal)", ylabel="images per second")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def _plain(race: Race) -> list[Lap] | None:
+    return next((laps for name, laps in race.laps.items() if name.startswith("plain-")), None)
+
+
+def _parts(lap: Lap, alone: Lap) -> tuple[float, float, float]:
+    """Computing, communicating and waiting, as shares of a pass."""
+    computing = min(1.0, alone.seconds / lap.seconds)
+    waiting = min(1.0 - computing, max(0.0, lap.waited_s - lap.slowest_wait_s) / lap.seconds)
+    return computing, 1.0 - computing - waiting, waiting

@@ -1,0 +1,144 @@
+"""`unisono bench`: how fast this machine trains on how many replicas, and what limits it.
+
+Rounds are interleaved, and the limit is measured in the same rounds: as many processes that never
+talk to each other.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from unisono.bench.nets import PER_REPLICA
+from unisono.bench.peers import PEERS
+from unisono.bench.race import Way, run_race
+from unisono.bench.report import TITLES, plot, table, to_json
+from unisono.errors import BenchError
+from unisono.events import read_runs
+
+_BUSY = 0.5
+_BACKENDS = ("jax", "tensorflow", "torch")
+
+
+def add_to(commands: Any) -> None:
+    parser = commands.add_parser(
+        "bench", help="measure speed-up, and what limits it", description=__doc__.splitlines()[0]
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--recipe", choices=sorted(PER_REPLICA), default="mnist")
+    what.add_argument("--script", type=Path, metavar="S", help="your own training script")
+    parser.add_argument("--replicas", type=_counts, default=[1, 2], metavar="1,2,4")
+    parser.add_argument("--backend", default="", metavar="all", help="one, several, or all")
+    parser.add_argument("--peers", action="store_true", help="others' ways, in the same rounds")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--output", type=Path, metavar="D", help="write bench.json and bench.png")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    load = os.getloadavg()[0]
+    print(f"load before the start: {load:.2f} on {len(os.sched_getaffinity(0))} cores", flush=True)
+    if load > _BUSY:
+        print("The machine is busy: figures move, ratios within a round less.", flush=True)
+    chosen = _backends(options.backend)
+    if options.script is not None:
+        return _run_script(options, chosen)
+    titles = TITLES | {name: peer.title for name, peer in PEERS.items()}
+    races = []
+    for backend in chosen:
+        ways = ways_of(backend, options.replicas, has_peers=options.peers)
+        races.append(run_race(options.recipe, backend, ways, options.rounds))
+        print(f"\n{table(races[-1], titles)}", flush=True)
+    if options.output is not None:
+        options.output.mkdir(parents=True, exist_ok=True)
+        told = [to_json(race, titles) for race in races]
+        (options.output / "bench.json").write_text(json.dumps(told, indent=1))
+        plot(races, options.output / "bench.png")
+        print(f"\nresults: {options.output}")
+    return 0
+
+
+def ways_of(backend: str, counts: list[int], *, has_peers: bool) -> list[Way]:
+    """All ways that are raced, in the order of the table."""
+    most = max(counts)
+    ways = [Way("plain", most, 1), Way("one", 1, 1)]
+    for count in counts:
+        ways.append(Way("apart", count, count))
+        ways.append(Way("together", count, count, is_launched=True))
+    if most > 1:
+        ways.append(Way("inside", most, 1))
+    for name, peer in PEERS.items():
+        if has_peers and peer.backend == backend and peer.is_installed and most > 1:
+            ways.append(Way(name, most, most if peer.has_processes else 1))
+    return ways
+
+
+def _run_script(options: argparse.Namespace, chosen: list[str]) -> int:
+    """A user's own script, by what its runs publish of themselves."""
+    if not options.script.is_file():
+        raise BenchError(f"Asked to measure {options.script}; there is no such file.")
+    for backend in chosen:
+        print(f"\n{options.script}, {backend}")
+        first: float | None = None
+        for count in options.replicas:
+            rate = _rate_of_script(options.script, backend, count)
+            first = first or rate / count
+            print(
+                f"{count} replica(s): {rate:,.1f} a second, {rate / first:.2f} x one, efficiency "
+                f"{rate / first / count:.0%}",
+                flush=True,
+            )
+    return 0
+
+
+def _rate_of_script(script: Path, backend: str, count: int) -> float:
+    """Samples a second, or steps where samples cannot be counted, without the first seconds."""
+    with tempfile.TemporaryDirectory(prefix="unisono-bench-") as folder:
+        env = {**os.environ, "KERAS_BACKEND": backend, "UNISONO_RUNS": folder}
+        command = [sys.executable, "-m", "unisono", "run", "--replicas", str(count), str(script)]
+        process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL)
+        rates: list[float] = []
+        last = 0.0
+        while process.poll() is None:
+            time.sleep(0.2)
+            for ranks in read_runs(Path(folder)).values():
+                found = ranks[0].last
+                if found is not None and found.at > last and found.steps_per_s:
+                    last = found.at
+                    rates.append(found.samples_per_s or found.steps_per_s)
+    if process.returncode or not rates:
+        raise BenchError(
+            f"{script} on {count} replica(s) ended with code {process.returncode} and published "
+            f"{len(rates)} figures. Let it call unisono.parallel(model) and train for some seconds."
+        )
+    return statistics.median(rates[len(rates) // 4 :])
+
+
+def _backends(asked: str) -> list[str]:
+    installed = [name for name in _BACKENDS if importlib.util.find_spec(name) is not None]
+    if asked == "all":
+        return installed
+    wanted = asked.split(",") if asked else [os.environ.get("KERAS_BACKEND") or installed[0]]
+    if missing := [name for name in wanted if name not in installed]:
+        raise BenchError(
+            f"Asked for {', '.join(missing)}; installed are {', '.join(installed)}. Choose among "
+            "those, or all."
+        )
+    return wanted
+
+
+def _counts(text: str) -> list[int]:
+    try:
+        counts = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        counts = []
+    if not counts or counts[0] < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 1,2,4")
+    return counts

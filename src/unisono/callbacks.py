@@ -1,0 +1,88 @@
+"""Callbacks for Keras' `fit`."""
+
+import threading
+from typing import Any
+
+import keras
+
+from unisono.devices import list_devices
+
+_EVERY_S = 1.0
+
+
+class DeviceStats(keras.callbacks.Callback):
+    """Add each device's load and memory to the logs of an epoch, for CSVLogger and TensorBoard.
+
+    `gpu_0_load` is the mean share of the time in which the GPU computed, `gpu_0_memory_gb` the most
+    of its memory that was in use; without GPUs they are the CPU's. Callbacks see the logs in their
+    order, so name this one before those that write them.
+
+    >>> import keras, numpy as np
+    >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    >>> model.compile("sgd", "mse")
+    >>> history = model.fit(np.ones((8, 4)), np.ones((8, 1)), callbacks=[DeviceStats()], verbose=0)
+    >>> sorted(history.history)
+    ['cpu_0_load', 'cpu_0_memory_gb', 'loss']
+    """
+
+    def __init__(self, *, every_s: float = _EVERY_S) -> None:
+        super().__init__()
+        self._every_s = every_s
+        self._is_over = threading.Event()
+        self._lock = threading.Lock()
+        self._loads: dict[str, list[float]] = {}
+        self._bytes: dict[str, int] = {}
+        self._times: tuple[float, float] | None = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._is_over.clear()
+        self._times = _cpu_times()
+        threading.Thread(target=self._sample_often, name="unisono-stats", daemon=True).start()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self._is_over.set()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._sample()
+        with self._lock:
+            if logs is not None:
+                for name, loads in self._loads.items():
+                    logs[f"{name}_load"] = sum(loads) / len(loads)
+                for name, most in self._bytes.items():
+                    logs[f"{name}_memory_gb"] = most / 1e9
+            self._loads, self._bytes = {}, {}
+
+    def _sample_often(self) -> None:
+        while not self._is_over.wait(self._every_s):
+            self._sample()
+
+    def _sample(self) -> None:
+        for device in list_devices().devices:
+            if device.is_simulated:
+                continue
+            name = f"{device.kind}_{device.index}"
+            load = self._cpu_load() if device.kind == "cpu" else device.utilisation
+            with self._lock:
+                if load is not None:
+                    self._loads.setdefault(name, []).append(load)
+                if device.total_bytes and device.free_bytes is not None:
+                    used = device.total_bytes - device.free_bytes
+                    self._bytes[name] = max(used, self._bytes.get(name, 0))
+
+    def _cpu_load(self) -> float | None:
+        before, self._times = self._times, _cpu_times()
+        if before is None or self._times is None:
+            return None
+        busy, all_ = (now - then for now, then in zip(self._times, before, strict=True))
+        return busy / all_ if all_ > 0 else 0.0
+
+
+def _cpu_times() -> tuple[float, float] | None:
+    """The time that all cores have worked, and in all, since the machine was started."""
+    try:
+        with open("/proc/stat") as file:
+            counts = [float(word) for word in file.readline().split()[1:9]]
+    except OSError:
+        return None
+    idle = counts[3] + counts[4]
+    return sum(counts) - idle, sum(counts)

@@ -1,0 +1,142 @@
+"""Publishes how a `fit` goes, for `unisono top`: counted at each step, written by a thread.
+
+A step costs two clock readings. What the device has not computed yet is waited for in the thread.
+"""
+
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+
+from unisono.events import EventFile, Progress, Writer, runs_folder, ticks_of
+from unisono.launch.world import current_world
+
+_EVERY_S = 1.0
+
+
+class Publish:
+    """Counts the steps of one model's training."""
+
+    def __init__(self, *, global_batch: int | None, num_replicas: int, devices: str) -> None:
+        self._global_batch = global_batch
+        self._num_replicas = num_replicas
+        self._devices = devices
+        self._num_steps = 0
+        self._waited_s = 0.0
+        self._logs: Any = None
+        self._is_over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, model: Any) -> None:
+        folder = runs_folder(os.environ)
+        if folder is None:
+            return
+        self._model = model
+        self._last_end = time.perf_counter()
+        self._steps_at_once = getattr(model, "steps_per_execution", 1)
+        self._thread = threading.Thread(
+            target=self._publish, args=(folder,), name="unisono-events", daemon=True
+        )
+        self._thread.start()
+
+    def before(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        *rest, data = args
+        if isinstance(data, list):
+            # Batches, which Keras on torch has fetched since the last step.
+            self._waited_s += time.perf_counter() - self._last_end
+        return (*rest, self._timed(data)) if _is_plain_iterator(data) else args
+
+    def after(self, result: Any) -> None:
+        self._num_steps += self._steps_at_once
+        # On JAX a step returns its logs and the new state.
+        self._logs = result[0] if isinstance(result, tuple) else result
+        self._last_end = time.perf_counter()
+
+    def end(self) -> None:
+        self._is_over.set()
+        if self._thread is not None:
+            self._thread.join(0.2)  # It never keeps a program waiting for long.
+
+    def _timed(self, iterator: Any) -> Iterator[Any]:
+        while True:
+            start = time.perf_counter()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            self._waited_s += time.perf_counter() - start
+            yield batch
+
+    def _publish(self, folder: Any) -> None:
+        file = EventFile(folder, self._writer())
+        steps, waited_s, at = self._num_steps, self._waited_s, time.perf_counter()
+        is_over = False
+        while file.is_open and not is_over:
+            is_over = self._is_over.wait(_EVERY_S)
+            now = time.perf_counter()
+            past_s = max(now - at, 1e-9)
+            rate = (self._num_steps - steps) / past_s
+            wait = min(1.0, (self._waited_s - waited_s) / past_s) if self._waited_s else None
+            file.write(self._progress(rate, wait, is_over))
+            steps, waited_s, at = self._num_steps, self._waited_s, now
+        file.close()
+
+    def _progress(self, rate: float, wait: float | None, is_over: bool) -> Progress:
+        params = _params(self._model)
+        num_steps = params.get("steps")
+        epoch = self._num_steps // num_steps if num_steps else 0
+        return Progress(
+            at=time.time(),
+            epoch=epoch + 1,
+            num_epochs=params.get("epochs"),
+            step=self._num_steps % num_steps if num_steps else self._num_steps,
+            num_steps=num_steps,
+            samples_per_s=rate * self._global_batch if self._global_batch else None,
+            steps_per_s=rate,
+            input_wait=wait,
+            loss=_loss(self._logs),
+            is_over=is_over,
+        )
+
+    def _writer(self) -> Writer:
+        world = current_world()
+        host, pid = socket.gethostname(), os.getpid()
+        name = f"{pid}-{time.time_ns():x}" if world is None else f"run-{world.seed:x}"
+        return Writer(
+            run=f"{host}-{name}",
+            host=host,
+            pid=pid,
+            started=ticks_of(pid),
+            rank=0 if world is None else world.rank,
+            world_size=1 if world is None else world.size,
+            num_replicas=self._num_replicas if world is None else 1,
+            devices=self._devices,
+            backend=keras.backend.backend(),
+            program=" ".join(sys.argv)[:200],
+            began=time.time(),
+        )
+
+
+def _is_plain_iterator(data: Any) -> bool:
+    """Whether something is an iterator of Python's: TensorFlow's are traced into its functions."""
+    is_traced = type(data).__module__.partition(".")[0] == "tensorflow"
+    return isinstance(data, Iterator) and not is_traced
+
+
+def _params(model: Any) -> dict[str, Any]:
+    history = getattr(model, "history", None)
+    return getattr(history, "params", None) or {}
+
+
+def _loss(logs: Any) -> float | None:
+    try:
+        value = logs["loss"]
+        return float(np.asarray(keras.ops.convert_to_numpy(value)))
+    except Exception:  # Given away by the next step, or no loss at all: it is only for show.
+        return None

@@ -1,0 +1,84 @@
+"""What the machine's devices and processes do right now, for `unisono top`.
+
+GPUs by NVML; cores and processes by psutil where it is installed, else not at all.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from unisono.devices import Device, list_devices
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one process takes."""
+
+    pid: int
+    command: str
+    user: str
+    cpu: float
+    """Cores' worth."""
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Readings:
+    """The machine at one moment."""
+
+    devices: tuple[Device, ...]
+    notes: tuple[str, ...] = ()
+    cores: tuple[float, ...] = ()
+    """The load of each core, 0 to 1."""
+    usages: tuple[Usage, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def read(pids: Iterable[int] = ()) -> Readings:
+    """Ask all devices, and what these processes take; a GPU that is gone says so in its error."""
+    listing = list_devices()
+    wanted = {*pids, *(p.pid for d in listing.devices for p in d.processes)}
+    psutil = _psutil()
+    if psutil is None:
+        note = "psutil is not installed, so cores and processes are not shown: pip install psutil"
+        return Readings(listing.devices, (*listing.notes, note))
+    cores = tuple(load / 100 for load in psutil.cpu_percent(percpu=True))
+    usages = [usage for pid in sorted(wanted) if (usage := _usage(psutil, pid)) is not None]
+    return Readings(listing.devices, listing.notes, cores, tuple(usages))
+
+
+@functools.cache
+def _psutil() -> Any:
+    try:
+        import psutil
+    except ImportError:
+        return None
+    return psutil
+
+
+_known: dict[int, Any] = {}
+
+
+def _usage(psutil: Any, pid: int) -> Usage | None:
+    with contextlib.suppress(psutil.Error):
+        # A process' load is measured between two readings of the same object.
+        process = _known.setdefault(pid, psutil.Process(pid))
+        if not process.is_running():
+            del _known[pid]
+            return None
+        with process.oneshot():
+            words = process.cmdline()
+            return Usage(
+                pid,
+                " ".join(words)[:200] or process.name(),
+                process.username(),
+                process.cpu_percent() / 100,
+                process.memory_info().rss,
+            )
+    _known.pop(pid, None)
+    return None

@@ -1,0 +1,89 @@
+"""What `fit` publishes of itself, and what it does not cost."""
+
+import os
+import time
+
+import keras
+import numpy as np
+import pytest
+
+import unisono
+from unisono.callbacks import DeviceStats
+from unisono.events import read_runs
+
+X, Y = np.ones((64, 4), "float32"), np.ones((64, 1), "float32")
+
+
+def net(replicas: int = 2) -> keras.Model:
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model = unisono.parallel(model, replicas=replicas)
+    model.compile("sgd", "mse")
+    return model
+
+
+class Slowly(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None) -> None:
+        time.sleep(0.05)
+
+
+def test_a_fit_publishes_how_it_goes(tmp_path, monkeypatch):
+    monkeypatch.setenv("UNISONO_RUNS", str(tmp_path))
+    seen = []
+
+    class Look(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None) -> None:
+            seen.extend(read_runs(tmp_path).values())
+
+    net().fit(X, Y, batch_size=8, epochs=6, verbose=0, callbacks=[Slowly(), Look()])
+    (last,) = seen[-1]
+    assert last.is_alive
+    assert last.writer.backend == keras.backend.backend()
+    assert (last.writer.pid, last.writer.num_replicas) == (os.getpid(), 2)
+    assert last.last.num_epochs == 6
+    assert last.last.num_steps == 8
+    assert 0 < last.last.steps_per_s < 20
+    assert last.last.samples_per_s == pytest.approx(8 * last.last.steps_per_s)
+    assert np.isfinite(last.last.loss)
+    (ended,) = next(iter(read_runs(tmp_path).values()))
+    assert not ended.is_alive
+    assert ended.last.is_over
+
+
+def test_nothing_is_published_where_nobody_wants_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("UNISONO_RUNS", "")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    net().fit(X, Y, batch_size=8, verbose=0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_to_does_not_matter(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("UNISONO_RUNS", str(tmp_path / "file" / "runs"))
+    history = net().fit(X, Y, batch_size=8, verbose=0)
+    assert np.isfinite(history.history["loss"]).all()
+
+
+def test_keras_gets_its_own_function_back(tmp_path, monkeypatch):
+    monkeypatch.setenv("UNISONO_RUNS", str(tmp_path))
+    model = net()
+    model.fit(X, Y, batch_size=8, verbose=0)
+    before = model.train_function
+
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(X, Y, batch_size=8, verbose=0, callbacks=[Stop()])
+    assert model.train_function is before
+    model.fit(X, Y, batch_size=8, verbose=0)
+    assert model.train_function is before
+
+
+def test_device_stats_are_in_the_logs(tmp_path):
+    path = tmp_path / "log.csv"
+    callbacks = [DeviceStats(every_s=0.05), keras.callbacks.CSVLogger(str(path))]
+    history = net().fit(X, Y, batch_size=8, epochs=2, verbose=0, callbacks=callbacks).history
+    assert "cpu_0_load" in path.read_text().splitlines()[0]
+    assert all(0 <= load <= 1 for load in history["cpu_0_load"])
+    assert all(memory > 0 for memory in history["cpu_0_memory_gb"])

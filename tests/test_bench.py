@@ -1,0 +1,130 @@
+"""Races of ways to train: rounds, shares and verdicts, with and without a framework."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from unisono.bench.race import Lap, Race, Way
+from unisono.bench.report import TITLES, rows, shares, table, to_json, verdict
+from unisono.benchmark import ways_of
+
+SCRIPT = """
+import keras, numpy as np, unisono
+model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(8), keras.layers.Dense(1)])
+model = unisono.parallel(model)
+model.compile("sgd", "mse")
+model.fit(np.ones((20000, 8)), np.ones((20000, 1)), batch_size=20, epochs=3, verbose=0)
+"""
+
+
+def laps(*rates: float, waited_s: float = 0.0, slowest_wait_s: float = 0.0) -> list[Lap]:
+    """Passes of 1000 images."""
+    return [Lap(rate, 1000 / rate, 1.0, 2**20, waited_s, slowest_wait_s) for rate in rates]
+
+
+def race(**ways) -> Race:
+    return Race("mnist", "jax", {name.replace("_", "-"): each for name, each in ways.items()})
+
+
+def test_ratios_are_taken_within_a_round():
+    """A machine that gets slower does not change them."""
+    found = rows(race(plain_2=laps(80, 40), apart_2=laps(100, 50), together_2=laps(90, 45)), TITLES)
+    assert [row.of_limit for row in found] == [pytest.approx(0.8), None, pytest.approx(0.9)]
+    assert found[2].of_plain == pytest.approx(1.125)
+    assert found[0].spread == pytest.approx(40 / 60)
+
+
+def test_where_the_time_of_a_step_goes():
+    """Of ten seconds eight are computing; replicas waited for one, all of them for a half."""
+    together = laps(100, waited_s=1.0, slowest_wait_s=0.5)
+    (found,) = shares(race(apart_2=laps(125), together_2=together))
+    assert found.computing == pytest.approx(0.8)
+    assert found.waiting == pytest.approx(0.05)
+    assert found.communicating == pytest.approx(0.15)
+
+
+@pytest.mark.parametrize(
+    ("together", "said"),
+    [
+        (laps(97), "Computing takes 97%"),
+        (laps(80), "Raise the per-replica batch"),
+        (laps(80, waited_s=2.5), "wait 20% of a step for the slowest"),
+    ],
+)
+def test_the_verdict_says_what_to_change(together, said):
+    assert said in verdict(race(apart_2=laps(100), together_2=together))
+
+
+def test_the_table_and_the_json():
+    found = race(apart_2=laps(100, 100), together_2=laps(90, 90))
+    found.failed["mirrored-2"] = "A process ended with code 1: no"
+    text = table(found, TITLES)
+    assert "unisono run" in text
+    assert "0.900" in text
+    assert "mirrored-2: not measured. A process ended with code 1: no" in text
+    told = json.loads(json.dumps(to_json(found, TITLES)))
+    assert told["rows"][1]["of_limit"] == pytest.approx(0.9)
+
+
+def test_the_ways_of_a_race():
+    names = [way.name for way in ways_of("torch", [1, 2], has_peers=False)]
+    assert names == [
+        "plain-2",
+        "one-1",
+        "apart-1",
+        "together-1",
+        "apart-2",
+        "together-2",
+        "inside-2",
+    ]
+    peers = [way for way in ways_of("torch", [2], has_peers=True) if way.kind.endswith("ddp")]
+    assert peers == [Way("keras_ddp", 2, 2), Way("raw_ddp", 2, 2)]
+
+
+def bench(*words: object, folder) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "unisono", "bench", *map(str, words)]
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("UNISONO_", "XLA_"))}
+    return subprocess.run(
+        command, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+@pytest.mark.slow
+def test_a_small_race(tmp_path):
+    words = ["--recipe", "digits", "--backend", "torch", "--rounds", 2, "--replicas", 2, "--peers"]
+    done = bench(*words, "--output", "out", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (told,) = json.loads((tmp_path / "out" / "bench.json").read_text())
+    assert told["failed"] == {}
+    ways = {row["way"]: row["images_per_s"] for row in told["rows"]}
+    assert {"plain-2", "apart-2", "together-2", "inside-2", "keras_ddp-2", "raw_ddp-2"} <= {*ways}
+    assert min(ways.values()) > 0
+    assert (tmp_path / "out" / "bench.png").stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_a_script_of_a_user(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    words = ["--script", "train.py", "--backend", "torch", "--replicas", "1,2"]
+    done = bench(*words, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "1 replica(s): " in done.stdout
+    assert "2 replica(s): " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--backend", "mxnet"], "Asked for mxnet"),
+        (["--script", "nothing.py", "--backend", "jax"], "nothing.py; there is no such file"),
+        (["--replicas", "two"], "not a list of numbers"),
+        (["--recipe", "mnits"], "invalid choice"),
+    ],
+)
+def test_what_cannot_be_measured(tmp_path, words, said):
+    done = bench(*words, folder=tmp_path)
+    assert done.returncode != 0
+    assert said in done.stderr

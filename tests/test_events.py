@@ -1,0 +1,137 @@
+"""What runs publish, written and read without a framework; and a disk that takes no more."""
+
+import dataclasses
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from unisono.events import EventFile, Progress, Writer, read_runs, runs_folder, ticks_of
+
+
+def writer(**changes) -> Writer:
+    usual = Writer(
+        run="run",
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        started=ticks_of(os.getpid()),
+        rank=0,
+        world_size=2,
+        num_replicas=1,
+        devices="cpu 0",
+        backend="jax",
+        program="train.py",
+        began=1.0,
+    )
+    return dataclasses.replace(usual, **changes)
+
+
+def progress(**changes) -> Progress:
+    usual = Progress(
+        at=5.0,
+        epoch=1,
+        num_epochs=3,
+        step=7,
+        num_steps=10,
+        samples_per_s=640.0,
+        steps_per_s=10.0,
+        input_wait=0.1,
+        loss=0.5,
+    )
+    return dataclasses.replace(usual, **changes)
+
+
+def test_the_last_record_of_each_process_is_read(tmp_path):
+    for rank in (1, 0):
+        file = EventFile(tmp_path, writer(rank=rank))
+        for step in range(3):
+            file.write(progress(step=step))
+        file.close()
+    (ranks,) = read_runs(tmp_path).values()
+    assert [events.writer for events in ranks] == [writer(rank=0), writer(rank=1)]
+    assert [events.last for events in ranks] == [progress(step=2)] * 2
+    assert all(events.is_alive for events in ranks)
+
+
+def test_a_process_that_is_gone_or_another_one_is_not_alive(tmp_path):
+    for rank, changes in enumerate([{"pid": 2**22 + 1}, {"started": 1.0}]):
+        EventFile(tmp_path, writer(rank=rank, **changes)).write(progress())
+    EventFile(tmp_path, writer(rank=2)).write(progress(is_over=True))
+    (ranks,) = read_runs(tmp_path).values()
+    assert [events.is_alive for events in ranks] == [False] * 3
+
+
+def test_other_hosts_and_broken_files_are_left_out(tmp_path):
+    EventFile(tmp_path, writer(run="a", host="elsewhere"))
+    EventFile(tmp_path, writer(run="b"))
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "rank-0.jsonl").write_text('{"half')
+    with (tmp_path / "b" / "rank-0.jsonl").open("a") as file:
+        file.write(json.dumps(dataclasses.asdict(progress())) + '\n{"half')
+    found = read_runs(tmp_path)
+    assert list(found) == ["b"]
+    assert found["b"][0].last == progress()
+    assert read_runs(tmp_path / "nowhere") == read_runs(None) == {}
+
+
+def test_a_long_file_begins_anew(tmp_path):
+    file = EventFile(tmp_path, writer())
+    for _ in range(8000):
+        file.write(progress())
+    assert (tmp_path / "run" / "rank-0.jsonl").stat().st_size < 2**20 + 300
+    assert read_runs(tmp_path)["run"][0].last == progress()
+
+
+def test_a_folder_that_cannot_be_written_to(tmp_path):
+    (tmp_path / "file").touch()
+    file = EventFile(tmp_path / "file", writer())
+    file.write(progress())
+    assert not file.is_open
+
+
+def test_a_full_disk(tmp_path):
+    """By a limit on the size of files, under which writing fails as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    file = EventFile(tmp_path, writer())
+    import signal
+
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (600, before[1]))
+        for _ in range(20):
+            file.write(progress())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert not file.is_open
+    assert read_runs(tmp_path)["run"][0].writer == writer()
+
+
+def test_runs_that_are_long_past_are_forgotten(tmp_path):
+    EventFile(tmp_path, writer(run="old"))
+    os.utime(tmp_path / "old", (0, 0))
+    EventFile(tmp_path, writer(run="new"))
+    assert list(read_runs(tmp_path)) == ["new"]
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({"UNISONO_RUNS": "/a"}, Path("/a")),
+        ({"UNISONO_RUNS": ""}, None),
+        ({"XDG_STATE_HOME": "/b"}, Path("/b/unisono/runs")),
+    ],
+)
+def test_where_runs_publish(env, expected):
+    assert runs_folder(env) == expected
+
+
+def test_events_load_no_framework():
+    code = "import sys, unisono.events, unisono.top; print({'keras', 'jax'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
