@@ -7,11 +7,14 @@ import pytest
 
 from unisono import errors
 from unisono.errors import (
+    DataError,
     DeviceError,
     DisagreementError,
     LaunchError,
     ModelError,
+    OutputError,
     PeerLostError,
+    SettingError,
     StartedError,
     StrategyError,
     UnisonoError,
@@ -19,10 +22,13 @@ from unisono.errors import (
 )
 
 TREE = [
+    (DataError, ValueError),
     (DeviceError, ValueError),
     (DisagreementError, RuntimeError),
     (LaunchError, RuntimeError),
     (ModelError, TypeError),
+    (OutputError, OSError),
+    (SettingError, ValueError),
     (StartedError, RuntimeError),
     (StrategyError, RuntimeError),
     (WorkerError, RuntimeError),

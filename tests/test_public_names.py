@@ -9,12 +9,15 @@ import unisono.compat
 
 PUBLIC = {
     unisono: [
+        "DataError",
         "Device",
         "DeviceError",
         "DisagreementError",
         "LaunchError",
         "ModelError",
+        "OutputError",
         "PeerLostError",
+        "SettingError",
         "StartedError",
         "Strategy",
         "StrategyError",

@@ -4,11 +4,14 @@ from unisono.checks import check_replicas
 from unisono.configuration import configure
 from unisono.devices import Device, devices
 from unisono.errors import (
+    DataError,
     DeviceError,
     DisagreementError,
     LaunchError,
     ModelError,
+    OutputError,
     PeerLostError,
+    SettingError,
     StartedError,
     StrategyError,
     UnisonoError,
@@ -28,12 +31,15 @@ _join()
 _reserve()
 
 __all__ = [
+    "DataError",
     "Device",
     "DeviceError",
     "DisagreementError",
     "LaunchError",
     "ModelError",
+    "OutputError",
     "PeerLostError",
+    "SettingError",
     "StartedError",
     "Strategy",
     "StrategyError",

@@ -1,10 +1,13 @@
 """Every exception that unisono raises.
 
     UnisonoError
+    ├── DataError (ValueError)            data is missing, damaged, or not of the form it has to be
     ├── DeviceError (ValueError)          devices were asked for that are not there
     ├── DisagreementError (RuntimeError)  processes of one run do different things
     ├── LaunchError (RuntimeError)        a run of several processes could not begin
     ├── ModelError (TypeError)            what was given is not a model we can train
+    ├── OutputError (OSError)             results cannot be written where they were asked for
+    ├── SettingError (ValueError)         a number or a name that training cannot go by
     ├── StartedError (RuntimeError)       the backend fixed its devices before we were asked
     ├── StrategyError (RuntimeError)      a part of an own training loop was used where it cannot be
     └── WorkerError (RuntimeError)        a replica's process died or does not answer
@@ -16,6 +19,10 @@ Each message says what was asked, what was found, and what to do.
 
 class UnisonoError(Exception):
     """Base of all of unisono's own errors."""
+
+
+class DataError(UnisonoError, ValueError):
+    """Data for training is missing, damaged, or not of the form that it has to be."""
 
 
 class DeviceError(UnisonoError, ValueError):
@@ -32,6 +39,14 @@ class LaunchError(UnisonoError, RuntimeError):
 
 class ModelError(UnisonoError, TypeError):
     """The object given is not a Keras model, or one that cannot be split over replicas."""
+
+
+class OutputError(UnisonoError, OSError):
+    """Results of a training cannot be written where they were asked for."""
+
+
+class SettingError(UnisonoError, ValueError):
+    """A setting of a training makes no sense, or contradicts another one."""
 
 
 class StartedError(UnisonoError, RuntimeError):

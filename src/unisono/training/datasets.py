@@ -1,0 +1,179 @@
+"""Images and labels for a training, from wherever they are, checked before they are trained on.
+
+Arrays of `uint8` stay that: a quarter of the memory and of the way to a device. A file that is
+cut off, a label out of range or a shape that does not fit is named here, and not by a framework
+in the middle of an epoch.
+"""
+
+import os
+import zipfile
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono.errors import DataError
+from unisono.training.image_folders import has_class_folders, load_folder
+
+DATA = "UNISONO_DATA"
+SYNTHETIC = "synthetic"
+Split = tuple[NDArray[Any], NDArray[Any]]
+
+_PARTS = ("x_train", "y_train", "x_test", "y_test")
+_BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, KeyError)
+
+
+@dataclass(frozen=True)
+class Form:
+    """What the images and labels of a recipe look like."""
+
+    name: str
+    image_shape: tuple[int, int, int]
+    num_classes: int | None = None
+    """None where any number of classes will do."""
+
+
+def load(form: Form, data: str | None, seed: int = 0) -> tuple[Split, Split]:
+    """`(x_train, y_train), (x_test, y_test)`, from what was asked for or from where they are found.
+
+    In this order: `data` as given, `UNISONO_DATA`, what was brought here before, Keras' download.
+    """
+    source = data or os.environ.get(DATA)
+    if source == SYNTHETIC:
+        return synthetic(form, seed)
+    if source:
+        return _checked(form, *_from_path(form, Path(source), seed))
+    cached = Path.home() / ".cache" / "unisono" / "data" / f"{form.name}.npz"
+    if cached.is_file():
+        return _checked(form, str(cached), read_npz(cached))
+    return _checked(form, f"keras.datasets.{form.name}", _download(form.name))
+
+
+def check_source(data: str | None) -> None:
+    """Refuse a source that is not there, before anything is started."""
+    source = data or os.environ.get(DATA)
+    if source and source != SYNTHETIC and not Path(source).exists():
+        raise DataError(
+            f"Asked for data from {source!r}; there is no such file or folder. {_choices()}"
+        )
+
+
+def synthetic(form: Form, seed: int = 0) -> tuple[Split, Split]:
+    """Made-up images that can be told apart: a pattern for each class, under noise."""
+    rng = np.random.default_rng(seed)
+    num_classes = form.num_classes or 10
+    num_train, num_test = (2048, 512) if form.image_shape[0] <= 64 else (128, 32)
+    patterns = rng.integers(64, 192, (num_classes, *form.image_shape))
+
+    def split(count: int) -> Split:
+        labels = np.arange(count) % num_classes
+        rng.shuffle(labels)
+        noise = rng.normal(0, 40, (count, *form.image_shape))
+        return (patterns[labels] + noise).clip(0, 255).astype("uint8"), labels.astype("uint8")
+
+    return split(num_train), split(num_test)
+
+
+def read_npz(path: Path) -> tuple[Split, Split]:
+    """The four arrays of an .npz, every byte of which is checked while it is read."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            missing = [part for part in _PARTS if part not in file]
+            if missing:
+                raise DataError(
+                    f"Found no {', '.join(missing)} in {path}; it has {', '.join(file) or 'nothing'}. "
+                    f"Give an .npz with {', '.join(_PARTS)}."
+                )
+            x_train, y_train, x_test, y_test = (file[part] for part in _PARTS)
+    except DataError:
+        raise
+    except _BROKEN as error:
+        raise DataError(
+            f"{path} is damaged or cut off ({type(error).__name__}: {error}). Bring it again; "
+            "nothing was trained on it."
+        ) from error
+    except TypeError as error:  # A plain .npy, whose array is no archive.
+        raise DataError(f"{path} is not an .npz with {', '.join(_PARTS)}.") from error
+    return (x_train, y_train), (x_test, y_test)
+
+
+def _from_path(form: Form, path: Path, seed: int) -> tuple[str, tuple[Split, Split]]:
+    if path.is_dir():
+        file = path / f"{form.name}.npz"
+        if file.is_file():
+            return str(file), read_npz(file)
+        if has_class_folders(path):
+            return str(path), load_folder(path, form.image_shape, seed)
+        raise DataError(
+            f"Asked for data from {path}; found neither {file.name} nor folders of images there, "
+            f"one for each class. {_choices()}"
+        )
+    check_source(str(path))
+    return str(path), read_npz(path)
+
+
+def _download(name: str) -> tuple[Split, Split]:
+    import keras
+
+    source = getattr(keras.datasets, name, None)
+    if source is None:
+        raise DataError(f"The recipe {name} has no data that can be downloaded. {_choices()}")
+    try:
+        train, test = source.load_data()
+    # Whatever goes wrong on the way: no network, no such host, a file cut off, a wrong checksum.
+    except Exception as error:
+        raise DataError(
+            f"Could not download {name} with keras.datasets ({type(error).__name__}: {error}). "
+            f"{_choices()}"
+        ) from error
+    return train, test
+
+
+def _choices() -> str:
+    return (
+        "Choose: --data FILE.npz with x_train, y_train, x_test, y_test; --data FOLDER with that "
+        f"file or with one folder of images for each class; the variable {DATA} set to either; or "
+        f"--data {SYNTHETIC} to try a recipe without data."
+    )
+
+
+def _checked(form: Form, source: str, splits: tuple[Split, Split]) -> tuple[Split, Split]:
+    num_classes = form.num_classes
+    if num_classes is None:
+        num_classes = int(max(np.max(y, initial=0) for _, y in splits)) + 1
+    (x_train, y_train), (x_test, y_test) = splits
+    train = _checked_split(form, source, "train", x_train, y_train, num_classes)
+    return train, _checked_split(form, source, "test", x_test, y_test, num_classes)
+
+
+def _checked_split(
+    form: Form, source: str, part: str, x: NDArray[Any], y: NDArray[Any], num_classes: int
+) -> Split:
+    def refuse(found: str, remedy: str) -> None:
+        raise DataError(f"{source}: {found}. {remedy}")
+
+    expect: Callable[[bool, str, str], None] = lambda is_good, found, remedy: (  # noqa: E731
+        None if is_good else refuse(found, remedy)
+    )
+    if x.shape[1:] == form.image_shape[:2] and form.image_shape[2] == 1:
+        x = x[..., np.newaxis]
+    shape = " x ".join(map(str, form.image_shape))
+    remedy = f"The recipe {form.name} takes images of {shape}."
+    expect(x.ndim == 4 and x.shape[1:] == form.image_shape, f"x_{part} is {x.shape}", remedy)
+    expect(x.dtype.kind in "uif", f"x_{part} holds {x.dtype}", "Images are numbers.")
+    expect(len(x) > 0, f"x_{part} is empty", "There is nothing to train on.")
+    if y.ndim == 2 and y.shape[1] == 1:
+        y = y[:, 0]
+    counts = f"x_{part} has {len(x)} images and y_{part} the shape {y.shape}"
+    expect(y.shape == (len(x),), counts, "Give each image one label.")
+    expect(y.dtype.kind in "ui", f"y_{part} holds {y.dtype}", "Labels are whole numbers.")
+    outside = y[(y < 0) | (y >= num_classes)]
+    found = f"y_{part} has the label {outside[0] if len(outside) else ''}"
+    expect(not len(outside), found, f"Labels of {num_classes} classes are 0 to {num_classes - 1}.")
+    is_finite = x.dtype.kind != "f" or bool(np.isfinite(x).all())
+    expect(is_finite, f"x_{part} has values that are not finite", "Repair them first.")
+    return x, y
