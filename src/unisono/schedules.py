@@ -33,8 +33,8 @@ class PolynomialDecay(keras.optimizers.schedules.LearningRateSchedule):
         _check_rate("end_rate", end_rate)
         if decay_steps < 1 or power <= 0:
             raise SettingError(
-                f"Asked for decay_steps={decay_steps!r} and power={power!r}. Give at least one step "
-                "and a power above 0."
+                f"Asked for decay_steps={decay_steps!r} and power={power!r}. Give at least one "
+                "step and a power above 0."
             )
         self.rate = rate
         self.decay_steps = decay_steps
@@ -112,7 +112,7 @@ class WarmUp(keras.optimizers.schedules.LearningRateSchedule):
 def scaling_factor(num_replicas: int, scaling: str = "linear") -> float:
     """How much a learning rate grows with the replicas, as the global batch does.
 
-    "linear" is the rule of Goyal et al. (2017), "sqrt" keeps the variance of an update, "none" is 1.
+    "linear" is the rule of Goyal et al. (2017); "sqrt" keeps the variance of an update.
 
     >>> scaling_factor(4), scaling_factor(4, "sqrt"), scaling_factor(4, "none")
     (4.0, 2.0, 1.0)

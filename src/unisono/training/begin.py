@@ -1,6 +1,5 @@
-"""The first line of a training program: reads its options, and puts its replicas in their places."""
+"""The first line of a training program: reads its options, and puts its replicas in place."""
 
-import dataclasses
 import sys
 from collections.abc import Sequence
 
@@ -10,6 +9,7 @@ from unisono.training.comparison import compare
 from unisono.training.datasets import check_source
 from unisono.training.replicas import (
     are_processes,
+    own_command,
     own_name,
     own_program,
     place,
@@ -50,7 +50,7 @@ def begin(
     }
     name = name or own_name()
     try:
-        settings = read(name, description or "", defaults, arguments)
+        settings = read(name, description or "", defaults, arguments, command=own_command())
         if current_world() is None:
             settings = _start(settings)
         return Run(settings)
@@ -69,6 +69,4 @@ def _start(settings: Settings) -> Settings:
         sys.exit(compare(settings, own_program()))
     if are_processes(placement):
         sys.exit(start_processes(placement, [*own_program(), *to_words(settings)]))
-    return dataclasses.replace(settings, replicas=None, gpus=placement.indices) if (
-        placement.kind == "gpu"
-    ) else settings
+    return settings

@@ -5,6 +5,7 @@ cut off, a label out of range or a shape that does not fit is named here, and no
 in the middle of an epoch.
 """
 
+import dataclasses
 import os
 import zipfile
 import zlib
@@ -35,18 +36,28 @@ class Form:
     image_shape: tuple[int, int, int]
     num_classes: int | None = None
     """None where any number of classes will do."""
+    folder_shape: tuple[int, int, int] | None = None
+    """What images of folders are brought to, where that is another shape."""
 
 
-def load(form: Form, data: str | None, seed: int = 0) -> tuple[Split, Split]:
+def load(
+    form: Form,
+    data: str | None,
+    seed: int = 0,
+    otherwise: Callable[[], tuple[Split, Split]] | None = None,
+) -> tuple[Split, Split]:
     """`(x_train, y_train), (x_test, y_test)`, from what was asked for or from where they are found.
 
-    In this order: `data` as given, `UNISONO_DATA`, what was brought here before, Keras' download.
+    In this order: `data` as given, `UNISONO_DATA`, the recipe's own if it brings some (`otherwise`),
+    what was brought to this machine before, Keras' download.
     """
-    source = data or os.environ.get(DATA)
-    if source == SYNTHETIC:
-        return synthetic(form, seed)
+    source = data or (os.environ.get(DATA) if otherwise is None else None)
+    if source and _num_synthetic(source) is not None:
+        return synthetic(form, seed, _num_synthetic(source) or 0)
     if source:
-        return _checked(form, *_from_path(form, Path(source), seed))
+        return _from_path(form, Path(source), seed)
+    if otherwise is not None:
+        return otherwise()
     cached = Path.home() / ".cache" / "unisono" / "data" / f"{form.name}.npz"
     if cached.is_file():
         return _checked(form, str(cached), read_npz(cached))
@@ -56,17 +67,17 @@ def load(form: Form, data: str | None, seed: int = 0) -> tuple[Split, Split]:
 def check_source(data: str | None) -> None:
     """Refuse a source that is not there, before anything is started."""
     source = data or os.environ.get(DATA)
-    if source and source != SYNTHETIC and not Path(source).exists():
+    if source and _num_synthetic(source) is None and not Path(source).exists():
         raise DataError(
             f"Asked for data from {source!r}; there is no such file or folder. {_choices()}"
         )
 
 
-def synthetic(form: Form, seed: int = 0) -> tuple[Split, Split]:
+def synthetic(form: Form, seed: int = 0, num_train: int = 0) -> tuple[Split, Split]:
     """Made-up images that can be told apart: a pattern for each class, under noise."""
     rng = np.random.default_rng(seed)
     num_classes = form.num_classes or 10
-    num_train, num_test = (2048, 512) if form.image_shape[0] <= 64 else (128, 32)
+    num_train = num_train or 2048
     patterns = rng.integers(64, 192, (num_classes, *form.image_shape))
 
     def split(count: int) -> Split:
@@ -75,7 +86,15 @@ def synthetic(form: Form, seed: int = 0) -> tuple[Split, Split]:
         noise = rng.normal(0, 40, (count, *form.image_shape))
         return (patterns[labels] + noise).clip(0, 255).astype("uint8"), labels.astype("uint8")
 
-    return split(num_train), split(num_test)
+    return split(num_train), split(max(num_classes, num_train // 4))
+
+
+def _num_synthetic(source: str) -> int | None:
+    """How many made-up images `synthetic:64` asks for, 0 for `synthetic` alone; None if neither."""
+    word, _, count = source.partition(":")
+    if word != SYNTHETIC or (count and not count.isdecimal()):
+        return None
+    return int(count or 0)
 
 
 def read_npz(path: Path) -> tuple[Split, Split]:
@@ -85,8 +104,8 @@ def read_npz(path: Path) -> tuple[Split, Split]:
             missing = [part for part in _PARTS if part not in file]
             if missing:
                 raise DataError(
-                    f"Found no {', '.join(missing)} in {path}; it has {', '.join(file) or 'nothing'}. "
-                    f"Give an .npz with {', '.join(_PARTS)}."
+                    f"Found no {', '.join(missing)} in {path}, only "
+                    f"{', '.join(file) or 'nothing'}. Give an .npz with {', '.join(_PARTS)}."
                 )
             x_train, y_train, x_test, y_test = (file[part] for part in _PARTS)
     except DataError:
@@ -101,19 +120,21 @@ def read_npz(path: Path) -> tuple[Split, Split]:
     return (x_train, y_train), (x_test, y_test)
 
 
-def _from_path(form: Form, path: Path, seed: int) -> tuple[str, tuple[Split, Split]]:
+def _from_path(form: Form, path: Path, seed: int) -> tuple[Split, Split]:
     if path.is_dir():
         file = path / f"{form.name}.npz"
         if file.is_file():
-            return str(file), read_npz(file)
+            return _checked(form, str(file), read_npz(file))
         if has_class_folders(path):
-            return str(path), load_folder(path, form.image_shape, seed)
+            shape = form.folder_shape or form.image_shape
+            form = dataclasses.replace(form, image_shape=shape)
+            return _checked(form, str(path), load_folder(path, shape, seed))
         raise DataError(
             f"Asked for data from {path}; found neither {file.name} nor folders of images there, "
             f"one for each class. {_choices()}"
         )
     check_source(str(path))
-    return str(path), read_npz(path)
+    return _checked(form, str(path), read_npz(path))
 
 
 def _download(name: str) -> tuple[Split, Split]:

@@ -1,4 +1,7 @@
-"""Images in folders, one for each class: `cat/1.png`, `dog/2.jpg`, or that in `train` and `test`."""
+"""Images in folders, one for each class: `cat/1.png`, `dog/2.jpg`; or that in `train` and `test`.
+
+They are read into memory, at the size that a recipe takes.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +24,7 @@ def has_class_folders(folder: Path) -> bool:
 
 
 def load_folder(folder: Path, shape: tuple[int, int, int], seed: int) -> tuple[Split, Split]:
-    """All images, brought to one size; without a folder for tests, a fifth of each class is kept."""
+    """All images, at one size; without a folder for tests, a fifth of each class is for those."""
     train_folder = _train_part(folder)
     classes = _classes(train_folder)
     train = _files(train_folder, classes)
@@ -72,8 +75,8 @@ def _split(
         num_test = max(1, round(len(own) * _TEST_SHARE))
         if len(own) < 2:
             raise DataError(
-                f"{own[0][0].parent} has one image. A class needs at least two: one to train on and "
-                "one to test with."
+                f"{own[0][0].parent} has one image. A class needs at least two: one to train on "
+                "and one to test with."
             )
         order = [own[i] for i in rng.permutation(len(own))]
         test += order[:num_test]

@@ -47,6 +47,13 @@ def own_program() -> list[str]:
     return ["-m", spec.name.removesuffix(".__main__")]
 
 
+def own_command() -> str | None:
+    """How a user starts this program, if not by its file."""
+    module = own_program()[1:]
+    folder, _, name = module[0].rpartition(".") if module else ("", "", "")
+    return f"unisono train {name}" if folder == "unisono.recipes" else None
+
+
 def own_name() -> str:
     """What this program is called."""
     program = own_program()

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from unisono.launch.world import current_world
@@ -83,19 +83,27 @@ class Run:
         return math.ceil(num_samples / self.global_batch)
 
     def load(
-        self, name: str, image_shape: tuple[int, int, int], num_classes: int | None = None
+        self,
+        name: str,
+        image_shape: tuple[int, int, int],
+        num_classes: int | None = None,
+        *,
+        folder_shape: tuple[int, int, int] | None = None,
+        otherwise: Callable[[], tuple[Split, Split]] | None = None,
     ) -> tuple[Split, Split]:
-        """`(x_train, y_train), (x_test, y_test)`, from `--data`, `UNISONO_DATA` or a download."""
-        form = Form(name, image_shape, num_classes)
+        """`(x_train, y_train), (x_test, y_test)`, from `--data`, `UNISONO_DATA` or a download.
+
+        `folder_shape` is for images of folders, if not `image_shape`; `otherwise` brings what is
+        trained on where `--data` says nothing.
+        """
+        form = Form(name, image_shape, num_classes, folder_shape)
         world = current_world()
-        if world is None:
-            return load(form, self.settings.data, self.seed)
         # The chief first, as it may have to download what the others then find.
-        if not world.is_chief:
+        if world is not None and not world.is_chief:
             world.exchange(f"data of {name}", None)
-            return load(form, self.settings.data, self.seed)
-        splits = load(form, self.settings.data, self.seed)
-        world.exchange(f"data of {name}", None)
+        splits = load(form, self.settings.data, self.seed, otherwise)
+        if world is not None and world.is_chief:
+            world.exchange(f"data of {name}", None)
         return splits
 
     def prepare_keras(self) -> None:

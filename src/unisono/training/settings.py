@@ -52,10 +52,16 @@ class Settings:
 
 
 def read(
-    recipe: str, description: str, defaults: Mapping[str, Any], arguments: Sequence[str] | None
+    recipe: str,
+    description: str,
+    defaults: Mapping[str, Any],
+    arguments: Sequence[str] | None,
+    *,
+    command: str | None = None,
 ) -> Settings:
     """The settings that a command line means, with the recipe's own where it says nothing."""
-    given = vars(_parser(recipe, description, defaults).parse_args(arguments))
+    parser = _parser(recipe, description, defaults, command)
+    given = vars(parser.parse_args(arguments))
     choose_backend(given.pop("backend"))
     settings = Settings(recipe=recipe, **given)
     if settings.replicas is not None and settings.gpus is not None:
@@ -82,9 +88,10 @@ def choose_backend(name: str | None) -> None:
 
 
 def _parser(
-    recipe: str, description: str, defaults: Mapping[str, Any]
+    recipe: str, description: str, defaults: Mapping[str, Any], command: str | None
 ) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
+        prog=command,
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

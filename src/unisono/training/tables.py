@@ -1,4 +1,4 @@
-"""The results of a training as text: a line per epoch, a small table at the end, two side by side."""
+"""The results of a training as text: a line per epoch, a table at the end, two side by side."""
 
 import statistics
 from collections.abc import Sequence
@@ -63,7 +63,7 @@ def comparison(one: dict[str, Any], many: dict[str, Any]) -> str:
     rows = [head, *both, ("speed-up", "", f"{gain:.2f} x"), ("efficiency", "", f"{efficiency:.0%}")]
     notes = []
     if not any(device.get("kind") == "gpu" for device in many["devices"]):
-        notes.append("CPU replicas: each has its own cores, and the single one has as many as each.")
+        notes.append("Each CPU replica has cores of its own; the single one has as many as each.")
     return "\n".join([_aligned(rows), *notes])
 
 
