@@ -48,7 +48,7 @@ def load(
 ) -> tuple[Split, Split]:
     """`(x_train, y_train), (x_test, y_test)`, from what was asked for or from where they are found.
 
-    In this order: `data` as given, `UNISONO_DATA`, the recipe's own if it brings some (`otherwise`),
+    In this order: `data` as given, `UNISONO_DATA`, what the recipe brings itself (`otherwise`),
     what was brought to this machine before, Keras' download.
     """
     source = data or (os.environ.get(DATA) if otherwise is None else None)
@@ -100,7 +100,7 @@ def _num_synthetic(source: str) -> int | None:
 def read_npz(path: Path) -> tuple[Split, Split]:
     """The four arrays of an .npz, every byte of which is checked while it is read."""
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             missing = [part for part in _PARTS if part not in file]
             if missing:
                 raise DataError(
