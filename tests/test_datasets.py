@@ -65,8 +65,12 @@ def test_images_without_a_channel_and_labels_in_a_column(tmp_path):
     parts = arrays(GRAY)
     path = tmp_path / "mnist.npz"
     np.savez(
-        path, **(parts | {k: parts[k][..., 0] for k in ("x_train", "x_test")}
-                 | {k: parts[k][:, None] for k in ("y_train", "y_test")})
+        path,
+        **(
+            parts
+            | {k: parts[k][..., 0] for k in ("x_train", "x_test")}
+            | {k: parts[k][:, None] for k in ("y_train", "y_test")}
+        ),
     )
     (x_train, y_train), _ = load(GRAY, str(path))
     assert x_train.shape == (30, 8, 8, 1)
@@ -94,7 +98,10 @@ def test_synthetic_images_follow_the_seed_and_can_be_told_apart():
         ({"x_train": np.full((30, 8, 8, 3), np.nan)}, "x_train has values that are not finite"),
         ({"y_train": np.full(30, 10)}, "y_train has the label 10. Labels of 10 classes are 0 to 9"),
         ({"y_test": np.full(10, -1)}, "y_test has the label -1"),
-        ({"y_train": np.zeros(29, "uint8")}, r"x_train has 30 images and y_train the shape \(29,\)"),
+        (
+            {"y_train": np.zeros(29, "uint8")},
+            r"x_train has 30 images and y_train the shape \(29,\)",
+        ),
         ({"y_train": np.zeros((30, 10), "uint8")}, r"y_train the shape \(30, 10\)"),
         ({"y_train": np.zeros(30, "float32")}, "y_train holds float32. Labels are whole numbers"),
     ],
@@ -127,7 +134,7 @@ def test_a_damaged_byte_is_noticed(tmp_path):
 
 def test_files_that_are_something_else(tmp_path):
     np.save(tmp_path / "one.npy", np.zeros(3))
-    with pytest.raises(DataError, match="is not an .npz with x_train, y_train, x_test, y_test"):
+    with pytest.raises(DataError, match=r"is not an \.npz with x_train, y_train, x_test, y_test"):
         load(FORM, str(tmp_path / "one.npy"))
     np.savez(tmp_path / "half.npz", x_train=np.zeros(3), other=np.zeros(3))
     with pytest.raises(DataError, match=r"Found no y_train, x_test, y_test in .*x_train, other"):
@@ -135,14 +142,16 @@ def test_files_that_are_something_else(tmp_path):
 
 
 def test_a_source_that_is_not_there(tmp_path, monkeypatch):
-    with pytest.raises(DataError, match="there is no such file or folder. Choose: --data FILE.npz"):
+    with pytest.raises(
+        DataError, match=r"there is no such file or folder\. Choose: --data FILE\.npz"
+    ):
         check_source(str(tmp_path / "none"))
     monkeypatch.setenv(DATA, str(tmp_path / "none"))
     with pytest.raises(DataError, match="UNISONO_DATA set to either"):
         check_source(None)
     for good in ("synthetic", "synthetic:10", str(tmp_path)):
         check_source(good)
-    with pytest.raises(DataError, match="found neither cifar10.npz nor folders of images there"):
+    with pytest.raises(DataError, match=r"found neither cifar10\.npz nor folders of images there"):
         load(FORM, str(tmp_path))
 
 
@@ -190,7 +199,7 @@ def test_images_that_are_damaged_are_named(tmp_path):
 def test_a_class_of_one_image(tmp_path):
     make_images(tmp_path / "a", 3, 0)
     make_images(tmp_path / "b", 1, 9)
-    with pytest.raises(DataError, match="has one image. A class needs at least two"):
+    with pytest.raises(DataError, match=r"has one image\. A class needs at least two"):
         load(FORM, str(tmp_path))
 
 

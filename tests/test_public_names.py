@@ -6,6 +6,7 @@ import pytest
 
 import unisono
 import unisono.compat
+import unisono.training
 
 PUBLIC = {
     unisono: [
@@ -38,6 +39,7 @@ PUBLIC = {
         "where",
     ],
     unisono.compat: ["MirroredStrategy", "multi_gpu_model", "mxnet"],
+    unisono.training: ["Run", "begin"],
     unisono.compat.mxnet: ["Context", "compile", "cpu", "gpu"],
 }
 FUNCTIONS = [

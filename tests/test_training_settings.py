@@ -80,7 +80,7 @@ def test_options_that_make_no_sense(words, found, capsys):
 
 
 def test_two_words_for_the_devices():
-    with pytest.raises(SettingError, match="--replicas and for --gpus. Leave one of the two out"):
+    with pytest.raises(SettingError, match=r"--replicas and for --gpus\. Leave one of the two out"):
         settings_of("--replicas", "2", "--gpus", "2")
 
 

@@ -34,7 +34,8 @@ def begin(
     """Read the options of a training program and start its replicas; what is given are defaults.
 
     Call it before Keras is imported, as it chooses the backend. Where the replicas are processes of
-    their own it returns in those only. `arguments` are the command line's unless given.
+    their own it returns in those only. With `arguments` in place of the command line's, all of them
+    stay in this process, and errors are raised.
 
     >>> run = begin(epochs=2, batch_per_replica=32, learning_rate=0.1, arguments=["--epochs", "3"])
     >>> run.epochs, run.global_batch // run.num_replicas
@@ -52,7 +53,9 @@ def begin(
     try:
         settings = read(name, description or "", defaults, arguments, command=own_command())
         if current_world() is None:
-            settings = _start(settings)
+            _check(settings)
+            if arguments is None:
+                _start_again(settings)
         return Run(settings)
     except UnisonoError as error:
         if arguments is not None:
@@ -60,13 +63,17 @@ def begin(
         sys.exit(f"{name}: {error}")
 
 
-def _start(settings: Settings) -> Settings:
-    """Check what can be, and become the launcher where the replicas are processes."""
+def _check(settings: Settings) -> None:
+    """Refuse what cannot end well, before it begins."""
     settings.outputs.check()
     check_source(settings.data)
+    place(settings)
+
+
+def _start_again(settings: Settings) -> None:
+    """Become the launcher of this same program, and end with it, where replicas are processes."""
     placement = place(settings)
     if settings.is_compared:
         sys.exit(compare(settings, own_program()))
     if are_processes(placement):
         sys.exit(start_processes(placement, [*own_program(), *to_words(settings)]))
-    return settings
