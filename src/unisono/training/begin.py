@@ -56,7 +56,7 @@ def begin(
             _check(settings)
             if arguments is None:
                 _start_again(settings)
-        return Run(settings)
+        return Run(settings, is_program=arguments is None)
     except UnisonoError as error:
         if arguments is not None:
             raise

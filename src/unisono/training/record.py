@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.devices import list_devices
-from unisono.devices.cpu import cpu_name, num_cores
+from unisono.devices.cpu import cpu_name
 from unisono.imports import keras_backend
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def describe_run(run: "Run", num_samples: int) -> dict[str, Any]:
         "versions": {"python": platform.python_version(), **_versions()},
         "devices": [dataclasses.asdict(device) for device in list_devices().devices],
         "cpu": cpu_name(),
-        "num_cores": num_cores() * (run.num_processes),
+        "num_processes": run.num_processes,
         "history": [],
     }
 

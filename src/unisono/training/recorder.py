@@ -45,6 +45,8 @@ class Recorder(keras.callbacks.Callback):
         self._handler: Any = None
         self._begin_s = time.perf_counter()
         self._test_begin_s: float | None = None
+        self._num_tested = 0
+        self._num_test_steps: int | None = None
 
     def __enter__(self) -> "Recorder":
         if threading.current_thread() is threading.main_thread():
@@ -62,7 +64,10 @@ class Recorder(keras.callbacks.Callback):
             return False
         self.record["total_s"] = time.perf_counter() - self._begin_s
         self.record["is_interrupted"] = self._is_interrupted or kind is not None
-        self._finish()
+        try:
+            self._finish()
+        except OutputError as failure:
+            self._run.fail(failure)
         if self.record["is_interrupted"]:
             sys.exit(INTERRUPTED)
         return True
@@ -82,10 +87,15 @@ class Recorder(keras.callbacks.Callback):
         self._test_begin_s = time.perf_counter()
         if self.model.stop_training:
             raise _Interrupted
-        self._bar.begin("test", self.params.get("steps"), None)
+        self._bar.begin("test", self._num_test_steps, None)
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._num_tested = batch + 1
         self._bar.update(batch + 1, logs or {})
+
+    def on_test_end(self, logs: Any = None) -> None:
+        # Keras does not tell how many there will be, but it is the same number each time.
+        self._num_test_steps = self._num_tested
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         now = time.perf_counter()
@@ -103,6 +113,8 @@ class Recorder(keras.callbacks.Callback):
         if self._run.is_chief:
             print(tables.epoch_line(row, self._run), flush=True)
             self._write_history(is_last=False)
+        if self._is_interrupted:
+            self.model.stop_training = True
 
     def _interrupt(self, number: int, frame: Any) -> None:
         if self._is_interrupted:
@@ -129,7 +141,8 @@ class Recorder(keras.callbacks.Callback):
             if plot.is_possible():
                 draw = lambda path: plot.draw([self.record], path)  # noqa: E731
                 failures.append(self._try(outputs.plot, draw))
-            print(f"\n{tables.summary(self.record)}\n\nresults: {outputs.folder}", flush=True)
+            print(f"\n{tables.summary(self.record)}\n", flush=True)
+        print(f"results: {outputs.folder}", flush=True)
         for failure in failures:
             if failure is not None:
                 raise failure
@@ -161,7 +174,10 @@ class Recorder(keras.callbacks.Callback):
 
 def plain_copy(model: Any) -> Any:
     """The model as any Keras loads it: no schedule of ours in the optimizer's settings."""
-    copy = keras.models.clone_model(model)
+    try:
+        copy = keras.models.clone_model(model)
+    except (ValueError, TypeError, NotImplementedError):
+        return model  # Of a class of the user's own, which cannot be built anew from its layers.
     copy.set_weights(model.get_weights())
     config = model.get_compile_config()
     rate = float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))

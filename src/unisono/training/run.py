@@ -2,9 +2,11 @@
 
 import contextlib
 import math
+import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from unisono.errors import DataError, UnisonoError
 from unisono.launch.world import current_world
 from unisono.topology import topology
 from unisono.training.datasets import Form, Split, load
@@ -18,8 +20,9 @@ if TYPE_CHECKING:
 class Run:
     """What `unisono.training.begin` returns: one training, in each of its processes."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, *, is_program: bool = False) -> None:
         self.settings = settings
+        self._is_program = is_program
         self._is_in_world = current_world() is not None
         if self._is_in_world:
             self.num_replicas = topology().world_size
@@ -101,10 +104,19 @@ class Run:
         # The chief first, as it may have to download what the others then find.
         if world is not None and not world.is_chief:
             world.exchange(f"data of {name}", None)
-        splits = load(form, self.settings.data, self.seed, otherwise)
+        try:
+            splits = load(form, self.settings.data, self.seed, otherwise)
+        except DataError as error:
+            self.fail(error)
         if world is not None and world.is_chief:
             world.exchange(f"data of {name}", None)
         return splits
+
+    def fail(self, error: UnisonoError) -> NoReturn:
+        """Raise an error; a program that owns its process ends with the message alone."""
+        if self._is_program:
+            sys.exit(f"{self.settings.recipe}: {error}")
+        raise error
 
     def prepare_keras(self) -> None:
         """Seed every random generator, and choose the numbers that are computed with."""
