@@ -2,7 +2,9 @@
 
 import errno
 import os
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +21,8 @@ def plain_environment(monkeypatch):
     for name in ("UNISONO_REPLICAS", "UNISONO_SIMULATED_GPUS", "UNISONO_DATA"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("KERAS_BACKEND", "jax")
+    # Other tests of this process may have imported Keras, which has a backend from then on.
+    monkeypatch.delitem(sys.modules, "keras", raising=False)
 
 
 def settings_of(*words: str) -> Settings:
@@ -103,6 +107,13 @@ def test_a_backend_that_is_not_there(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(SettingError, match="Found no backend"):
         choose_backend(None)
+
+
+def test_a_backend_after_keras_has_another(monkeypatch):
+    keras = SimpleNamespace(backend=SimpleNamespace(backend=lambda: "torch"))
+    monkeypatch.setitem(sys.modules, "keras", keras)
+    with pytest.raises(SettingError, match="the backend jax; Keras was imported with torch before"):
+        choose_backend("jax")
 
 
 def test_a_plot_names_the_place_of_the_rest(tmp_path):

@@ -9,6 +9,7 @@ import dataclasses
 import importlib.util
 import math
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +73,11 @@ def read(
 def choose_backend(name: str | None) -> None:
     """Have Keras use a backend: the one asked for, or its own choice if that is installed."""
     chosen = name or keras_backend()
+    if "keras" in sys.modules and chosen != keras_backend():
+        raise SettingError(
+            f"Asked for the backend {chosen}; Keras was imported with {keras_backend()} before. "
+            "Call unisono.training.begin before the first import of keras."
+        )
     installed = [each for each in BACKENDS if importlib.util.find_spec(each) is not None]
     if chosen not in installed:
         if not installed:
