@@ -22,6 +22,12 @@ RATES = {
 }
 
 
+def test_the_public_names():
+    names = ["PolynomialDecay", "Scaled", "WarmUp", "for_replicas", "scaling_factor"]
+    assert sorted(schedules.__all__) == names
+    assert all(">>> " in getattr(schedules, name).__doc__ for name in names)
+
+
 @pytest.mark.parametrize("name", RATES)
 def test_numbers_arrays_and_tensors_agree(name):
     rate = RATES[name]

@@ -224,7 +224,7 @@ def test_minigooglenet_is_the_published_one(minigooglenet):
 
 def augmentation_of(model: Any) -> Any:
     last = next(layer for layer in model.layers if type(layer).__name__ == "RandomFlip")
-    return keras.Model(model.inputs, last.output)
+    return keras.Model(model.input, last.output)
 
 
 def test_augmentation_is_off_in_evaluation_and_subtracts_the_mean(minigooglenet):

@@ -42,7 +42,7 @@ def compare(settings: Settings, program: Sequence[str]) -> int:
         each = dataclasses.replace(each, is_compared=False, output=str(folder))
         if code := _run([*program, *to_words(each)], cores):
             return code
-        records.append(json.loads((folder / "history.json").read_text()))
+        records.append(json.loads((folder / "history.json").read_text("utf-8")))
     _show(settings, records)
     return 0
 
@@ -58,7 +58,8 @@ def _show(settings: Settings, records: list[dict[str, Any]]) -> None:
 
 
 def _write_json(path: Path, records: list[dict[str, Any]]) -> None:
-    path.write_text(json.dumps({"runs": records}, indent=2) + "\n")
+    text = json.dumps({"runs": records}, indent=2, ensure_ascii=False) + "\n"
+    path.write_text(text, encoding="utf-8")
 
 
 def _run(words: list[str], cores: set[int] | None) -> int:

@@ -23,11 +23,11 @@ def draw(records: list[dict[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(11, 4.8))
     FigureCanvasAgg(figure)
     loss_axes, accuracy_axes = figure.subplots(1, 2)
+    loss_axes.set(xlabel="epoch", ylabel="loss", title="Loss")
+    accuracy_axes.set(xlabel="epoch", ylabel="accuracy", title="Accuracy")
     for record, colour in zip(records, _COLOURS, strict=False):
         _draw_lines(loss_axes, record, "loss", colour, len(records) > 1)
         _draw_lines(accuracy_axes, record, "accuracy", colour, len(records) > 1)
-    loss_axes.set(xlabel="epoch", ylabel="loss", title="Loss")
-    accuracy_axes.set(xlabel="epoch", ylabel="accuracy", title="Accuracy")
     for axes in (loss_axes, accuracy_axes):
         axes.grid(alpha=0.3)
         axes.xaxis.get_major_locator().set_params(integer=True)
@@ -53,9 +53,22 @@ def _draw_lines(
     top = tables.best(record)
     key = f"val_{name}" if f"val_{name}" in top else name
     if top.get(key) is not None:
-        axes.plot([top["epoch"]], [top[key]], "*", color=colour, markersize=13)
-        label = f"epoch {top['epoch']}: {top[key]:.4g}"
-        axes.annotate(label, (top["epoch"], top[key]), (0, 8), textcoords="offset points")
+        _mark(axes, top["epoch"], top[key], colour, is_right=top["epoch"] > len(history) / 2)
+
+
+def _mark(axes: Any, epoch: int, value: float, colour: str, *, is_right: bool) -> None:
+    """A star, and beside it what it stands for, on the side where there is room."""
+    axes.plot([epoch], [value], "*", color=colour, markersize=13)
+    side, offset = ("right", -10) if is_right else ("left", 10)
+    axes.annotate(
+        f"epoch {epoch}: {value:.4g}",
+        (epoch, value),
+        (offset, 14 if axes.get_ylabel() == "loss" else -18),
+        textcoords="offset points",
+        ha=side,
+        color=colour,
+        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 1},
+    )
 
 
 def _title(records: list[dict[str, Any]]) -> str:

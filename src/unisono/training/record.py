@@ -39,7 +39,8 @@ def describe_run(run: "Run", num_samples: int) -> dict[str, Any]:
 
 
 def to_json(record: dict[str, Any], path: Path) -> None:
-    path.write_text(json.dumps(_plain(record), indent=2, default=str) + "\n")
+    text = json.dumps(_plain(record), indent=2, default=str, ensure_ascii=False) + "\n"
+    path.write_text(text, encoding="utf-8")
 
 
 def _plain(value: Any) -> Any:

@@ -106,7 +106,7 @@ class Recorder(keras.callbacks.Callback):
             "train_s": train_s,
             "samples_per_s": self._num_samples / train_s,
             "learning_rate": self._learning_rate(),
-            **{name: float(value) for name, value in (logs or {}).items()},
+            **{name: float(logs[name]) for name in sorted(logs or {}, key=_place)},
         }
         self.record["history"].append(row)
         self._bar.clear()
@@ -170,6 +170,11 @@ class Recorder(keras.callbacks.Callback):
         except OutputError as error:
             return error
         return None
+
+
+def _place(name: str) -> tuple[bool, bool]:
+    """Train before test, and the loss first, on every backend."""
+    return name.startswith("val_"), not name.endswith("loss")
 
 
 def plain_copy(model: Any) -> Any:
