@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from unisono.errors import UnisonoError
+from unisono.errors import SettingError, UnisonoError
 from unisono.launch.world import current_world
 from unisono.training.comparison import compare
 from unisono.training.datasets import check_source
@@ -52,10 +52,9 @@ def begin(
     name = name or own_name()
     try:
         settings = read(name, description or "", defaults, arguments, command=own_command())
-        if current_world() is None:
-            _check(settings)
-            if arguments is None:
-                _start_again(settings)
+        _check(settings)
+        if arguments is None and current_world() is None:
+            _start_again(settings)
         return Run(settings, is_program=arguments is None)
     except UnisonoError as error:
         if arguments is not None:
@@ -65,9 +64,17 @@ def begin(
 
 def _check(settings: Settings) -> None:
     """Refuse what cannot end well, before it begins."""
-    settings.outputs.check()
+    world = current_world()
+    if world is None:
+        place(settings)
+    elif settings.replicas not in (None, world.size) or settings.is_compared:
+        raise SettingError(
+            f"Asked for --replicas or --compare in a run of {world.size} processes, each of which "
+            "is one replica. Leave them out, or start the program by itself."
+        )
+    if world is None or world.is_chief:
+        settings.outputs.check()
     check_source(settings.data)
-    place(settings)
 
 
 def _start_again(settings: Settings) -> None:

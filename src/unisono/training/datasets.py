@@ -174,27 +174,38 @@ def _checked(form: Form, source: str, splits: tuple[Split, Split]) -> tuple[Spli
 def _checked_split(
     form: Form, source: str, part: str, x: NDArray[Any], y: NDArray[Any], num_classes: int
 ) -> Split:
-    def refuse(found: str, remedy: str) -> None:
-        raise DataError(f"{source}: {found}. {remedy}")
-
-    expect: Callable[[bool, str, str], None] = lambda is_good, found, remedy: (  # noqa: E731
-        None if is_good else refuse(found, remedy)
-    )
     if x.shape[1:] == form.image_shape[:2] and form.image_shape[2] == 1:
         x = x[..., np.newaxis]
-    shape = " x ".join(map(str, form.image_shape))
-    remedy = f"The recipe {form.name} takes images of {shape}."
-    expect(x.ndim == 4 and x.shape[1:] == form.image_shape, f"x_{part} is {x.shape}", remedy)
-    expect(x.dtype.kind in "uif", f"x_{part} holds {x.dtype}", "Images are numbers.")
-    expect(len(x) > 0, f"x_{part} is empty", "There is nothing to train on.")
     if y.ndim == 2 and y.shape[1] == 1:
         y = y[:, 0]
-    counts = f"x_{part} has {len(x)} images and y_{part} the shape {y.shape}"
-    expect(y.shape == (len(x),), counts, "Give each image one label.")
-    expect(y.dtype.kind in "ui", f"y_{part} holds {y.dtype}", "Labels are whole numbers.")
-    outside = y[(y < 0) | (y >= num_classes)]
-    found = f"y_{part} has the label {outside[0] if len(outside) else ''}"
-    expect(not len(outside), found, f"Labels of {num_classes} classes are 0 to {num_classes - 1}.")
-    is_finite = x.dtype.kind != "f" or bool(np.isfinite(x).all())
-    expect(is_finite, f"x_{part} has values that are not finite", "Repair them first.")
+    fault = _fault_of_images(form, part, x) or _fault_of_labels(part, len(x), y, num_classes)
+    if fault is not None:
+        raise DataError(f"{source}: {fault}")
     return x, y
+
+
+def _fault_of_images(form: Form, part: str, x: NDArray[Any]) -> str | None:
+    if x.shape[1:] != form.image_shape:
+        shape = " x ".join(map(str, form.image_shape))
+        return f"x_{part} is {x.shape}. The recipe {form.name} takes images of {shape}."
+    if len(x) == 0:
+        return f"x_{part} is empty. There is nothing to train on or to test with."
+    if x.dtype.kind not in "uif":
+        return f"x_{part} holds {x.dtype}. Images are numbers."
+    if x.dtype.kind == "f" and not np.isfinite(x).all():
+        return f"x_{part} has values that are not finite. Repair or remove them."
+    return None
+
+
+def _fault_of_labels(part: str, num_images: int, y: NDArray[Any], num_classes: int) -> str | None:
+    if y.shape != (num_images,):
+        found = f"x_{part} has {num_images} images and y_{part} the shape {y.shape}"
+        return f"{found}. Give each image one label."
+    if y.dtype.kind not in "ui":
+        return f"y_{part} holds {y.dtype}. Labels are whole numbers."
+    outside = y[(y < 0) | (y >= num_classes)]
+    if len(outside):
+        last = num_classes - 1
+        found = f"y_{part} has the label {outside[0]}"
+        return f"{found}. Labels of {num_classes} classes are 0 to {last}."
+    return None

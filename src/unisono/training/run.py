@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from unisono.devices import num_gpus, simulated_gpus
 from unisono.errors import DataError, UnisonoError
 from unisono.launch.world import current_world
 from unisono.topology import topology
@@ -124,7 +125,7 @@ class Run:
 
         keras.utils.set_random_seed(self.seed)
         if self.settings.is_mixed_precision:
-            is_on_gpus = not self._is_in_world and self._placement.kind == "gpu"
+            is_on_gpus = num_gpus() and not simulated_gpus()
             # CPUs have no fast way with float16, and bfloat16 needs no loss scaling.
             name = "mixed_float16" if is_on_gpus else "mixed_bfloat16"
             keras.mixed_precision.set_dtype_policy(name)
