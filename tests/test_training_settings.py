@@ -169,6 +169,14 @@ def test_begin_here(tmp_path):
     assert run.is_chief
 
 
+@pytest.mark.parametrize("words", [["--replicas", "4"], ["--compare"]])
+def test_a_run_of_processes_has_its_replicas(words, monkeypatch, tmp_path):
+    world = SimpleNamespace(size=2, is_chief=True)
+    monkeypatch.setattr("unisono.training.beginning.current_world", lambda: world)
+    with pytest.raises(SettingError, match="in a run of 2 processes, each of which is one replica"):
+        begin(**DEFAULTS, name="x", arguments=[*words, "--output", str(tmp_path)])
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -6,7 +6,7 @@ The recipes are written with it, and so can be programs of your own. Importing i
 framework, since the options decide which backend there will be and in how many processes.
 """
 
-from unisono.training.begin import begin
+from unisono.training.beginning import begin
 from unisono.training.run import Run
 
 __all__ = ["Run", "begin"]

@@ -163,9 +163,8 @@ def _choices() -> str:
 
 
 def _checked(form: Form, source: str, splits: tuple[Split, Split]) -> tuple[Split, Split]:
-    num_classes = form.num_classes
-    if num_classes is None:
-        num_classes = int(max(np.max(y, initial=0) for _, y in splits)) + 1
+    labels = [y for _, y in splits if y.dtype.kind in "ui"]
+    num_classes = form.num_classes or 1 + max((int(y.max(initial=0)) for y in labels), default=0)
     (x_train, y_train), (x_test, y_test) = splits
     train = _checked_split(form, source, "train", x_train, y_train, num_classes)
     return train, _checked_split(form, source, "test", x_test, y_test, num_classes)
