@@ -133,6 +133,23 @@ def test_the_same_seed_gives_the_same_run(tmp_path):
     assert losses[0] == losses[1] != losses[2]
 
 
+def test_the_saved_copy_of_models_of_all_kinds():
+    """Compiled by names, not compiled, and of a class that only itself knows how to build."""
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    assert not recorder.plain_copy(model).compiled
+    model.compile("adam", "mse")
+    copy = recorder.plain_copy(model)
+    assert (copy.compiled, copy.optimizer.name) == (True, "adam")
+    np.testing.assert_array_equal(copy.get_weights()[0], model.get_weights()[0])
+
+    class Own(keras.Model):
+        def call(self, x):
+            return x
+
+    own = Own()
+    assert recorder.plain_copy(own) is own
+
+
 class _Press(keras.callbacks.Callback):
     """Ctrl-C, in the middle of the second epoch."""
 
@@ -250,6 +267,21 @@ def test_augmentation_shifts_and_flips_each_image_in_its_own_way(minigooglenet):
     assert as_drawn.max() < 31 + 1e-3
     again = keras.ops.convert_to_numpy(layer(ramp, training=True)) + 100.0
     assert not np.allclose(seen, again)
+
+
+def test_augmentation_differs_between_replicas():
+    """One and the same picture on each replica; what they make of it shows in two means."""
+    ramp = np.tile(np.arange(32, dtype="float32")[None, None, :, None], (2, 32, 1, 1))
+    images = keras.Input((32, 32, 1))
+    x = keras.layers.RandomTranslation(0.1, 0.1, fill_mode="nearest", seed=1)(images)
+    outputs = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")(x[:, 16, 16])
+    model = unisono.parallel(keras.Model(images, outputs), replicas=2)
+    model.compile(keras.optimizers.SGD(0.0), "mse", metrics=["mae"])
+    logs = model.fit(ramp, np.zeros((2, 1)), batch_size=2, epochs=3, verbose=0).history
+    # The variance of the two: the mean of squares without the square of the mean.
+    variances = np.array(logs["loss"]) - np.array(logs["mae"]) ** 2
+    assert variances.min() > 1e-3
+    assert variances.max() < 3.2**2
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from typing import Any
 from unisono.training import tables
 from unisono.training.progress import clock
 
+WITHOUT = "no plot: that needs matplotlib (pip install matplotlib)"
 _COLOURS = ("#08519c", "#d94801", "#238b45", "#6a51a3")
 
 

@@ -105,7 +105,7 @@ class Recorder(keras.callbacks.Callback):
             "epoch_s": now - self._epoch_begin_s,
             "train_s": train_s,
             "samples_per_s": self._num_samples / train_s,
-            "learning_rate": self._learning_rate(),
+            "learning_rate": _learning_rate(self.model),
             **{name: float(logs[name]) for name in sorted(logs or {}, key=_place)},
         }
         self.record["history"].append(row)
@@ -124,9 +124,6 @@ class Recorder(keras.callbacks.Callback):
             self._bar.clear()
             print("Ctrl-C: this step is the last; a second one ends at once.", flush=True)
 
-    def _learning_rate(self) -> float:
-        return float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate))
-
     def _finish(self) -> None:
         """Write all there is; one file that cannot be written does not keep the others."""
         self.record["checksum"] = self._checksum()
@@ -138,9 +135,7 @@ class Recorder(keras.callbacks.Callback):
             *self._write_history(is_last=True),
         ]
         if self.record["history"]:
-            if plot.is_possible():
-                draw = lambda path: plot.draw([self.record], path)  # noqa: E731
-                failures.append(self._try(outputs.plot, draw))
+            failures.append(self._draw(outputs.plot))
             print(f"\n{tables.summary(self.record)}\n", flush=True)
         print(f"results: {outputs.folder}", flush=True)
         for failure in failures:
@@ -164,6 +159,12 @@ class Recorder(keras.callbacks.Callback):
                 print(f"warning: {failure}", file=sys.stderr, flush=True)
         return found
 
+    def _draw(self, path: Path) -> OutputError | None:
+        if not plot.is_possible():
+            print(plot.WITHOUT, flush=True)
+            return None
+        return self._try(path, lambda draft: plot.draw([self.record], draft))
+
     def _try(self, path: Path, fill: Any) -> OutputError | None:
         try:
             write(path, fill)
@@ -185,10 +186,15 @@ def plain_copy(model: Any) -> Any:
         return model  # Of a class of the user's own, which cannot be built anew from its layers.
     copy.set_weights(model.get_weights())
     config = model.get_compile_config()
-    rate = float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))
-    config["optimizer"]["config"]["learning_rate"] = rate
-    copy.compile_from_config(config)
+    if config is not None:
+        if isinstance(config["optimizer"], dict):  # And not just the name of one.
+            config["optimizer"]["config"]["learning_rate"] = _learning_rate(model)
+        copy.compile_from_config(config)
     return copy
+
+
+def _learning_rate(model: Any) -> float:
+    return float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))
 
 
 def _write_csv(path: Path, history: list[dict[str, Any]]) -> None:
