@@ -1,4 +1,4 @@
-# make demo     train the digits net on one device and on several, compare, write demo.png
+# make demo     train the digits net on one replica and on two, compare, plot: demo-results
 # make test     lint and the test suite, on all three backends (SLOW=1: with the longest tests)
 # make lint     the quick checks alone
 # make format   apply the formatter and the safe fixes
@@ -12,9 +12,10 @@ PYTEST_ARGS ?=
 SLOW ?=
 BACKENDS ?= jax tensorflow torch
 
-# DEMO_BACKEND=jax|tensorflow|torch; DEMO_ARGS goes to the program, e.g. DEMO_ARGS="--replicas 4"
+# DEMO_BACKEND=jax|tensorflow|torch; DEMO_ARGS goes to the program, e.g. DEMO_ARGS="--epochs 5"
 DEMO_BACKEND ?= jax
-DEMO_OUTPUT ?= demo.png
+DEMO_OUTPUT ?= demo-results
+DEMO_REPLICAS ?= 2
 DEMO_ARGS ?=
 
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
@@ -39,8 +40,9 @@ help:
 
 demo: $(DEMO_STAMP)
 	KERAS_BACKEND=$(DEMO_BACKEND) TF_CPP_MIN_LOG_LEVEL=2 \
-	  $(DEMO_VENV)/bin/python -m unisono.recipes.digits --output $(DEMO_OUTPUT) $(DEMO_ARGS)
-	@echo "The plot is in $(abspath $(DEMO_OUTPUT))"
+	  $(DEMO_VENV)/bin/unisono train digits --replicas $(DEMO_REPLICAS) --compare \
+	  --output $(DEMO_OUTPUT) $(DEMO_ARGS)
+	@echo "All of it is in $(abspath $(DEMO_OUTPUT))"
 
 # A process has one Keras backend, so tests/backend runs once for each of them, two at a time; -O
 # keeps what they print apart. SLOW=1 adds the tests that are marked slow, as .ci/run does.
@@ -74,7 +76,7 @@ format: $(LINT_STAMP)
 	$(TEST_VENV)/bin/ruff format .
 
 clean:
-	rm -rf $(DEMO_VENV) $(TEST_VENV) demo.png build dist htmlcov .coverage .coverage.*
+	rm -rf $(DEMO_VENV) $(TEST_VENV) demo-results build dist htmlcov .coverage .coverage.*
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -8,12 +8,15 @@ import pytest
 from unisono import errors
 from unisono.errors import (
     BenchError,
+    DataError,
     DeviceError,
     DisagreementError,
     LaunchError,
     ModelError,
+    OutputError,
     PeerLostError,
     Preempted,
+    SettingError,
     SlurmError,
     StartedError,
     StrategyError,
@@ -23,10 +26,13 @@ from unisono.errors import (
 
 TREE = [
     (BenchError, RuntimeError),
+    (DataError, ValueError),
     (DeviceError, ValueError),
     (DisagreementError, RuntimeError),
     (LaunchError, RuntimeError),
     (ModelError, TypeError),
+    (OutputError, OSError),
+    (SettingError, ValueError),
     (SlurmError, RuntimeError),
     (StartedError, RuntimeError),
     (StrategyError, RuntimeError),

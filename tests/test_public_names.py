@@ -6,17 +6,21 @@ import pytest
 
 import unisono
 import unisono.compat
+import unisono.training
 
 PUBLIC = {
     unisono: [
         "BenchError",
+        "DataError",
         "Device",
         "DeviceError",
         "DisagreementError",
         "LaunchError",
         "ModelError",
+        "OutputError",
         "PeerLostError",
         "Preempted",
+        "SettingError",
         "SlurmError",
         "StartedError",
         "Strategy",
@@ -38,6 +42,7 @@ PUBLIC = {
         "where",
     ],
     unisono.compat: ["MirroredStrategy", "multi_gpu_model", "mxnet"],
+    unisono.training: ["Run", "begin"],
     unisono.compat.mxnet: ["Context", "compile", "cpu", "gpu"],
 }
 FUNCTIONS = [

@@ -1,19 +1,16 @@
-"""The digits that come with the package, and the demo page run as a user runs it."""
+"""The digits that come with the package, the recipes as pages, and the commands that give them."""
 
-import os
-import re
-import subprocess
-import sys
-from importlib.util import find_spec
-from pathlib import Path
+import ast
 
 import numpy as np
 import pytest
 
+from unisono import train_command
+from unisono.cli import main
 from unisono.recipes.digits_data import load_digits
 
-BACKENDS = ["jax", "tensorflow", "torch"]
-PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+NAMES = ("digits", "mnist", "cifar10", "resnet50")
+OURS = {"unisono", "unisono.training", "unisono.schedules"}
 
 
 def test_digits_have_the_promised_form():
@@ -62,42 +59,89 @@ def test_impossible_split_is_refused(num_test):
         load_digits(num_test=num_test)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_digits_page_runs(backend, tmp_path):
-    accuracies, difference = run_page(backend, tmp_path / "demo.png", epochs=1)
-    assert accuracies["one device"] == accuracies["2 replicas"]
-    assert difference < 1e-5
+def test_the_recipes_are_listed(capsys):
+    assert main(["train", "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(NAMES)
+    assert all(len(line.split(maxsplit=1)[1]) > 30 for line in lines)
 
 
-@pytest.mark.slow
-def test_digits_page_learns(tmp_path):
-    accuracies, difference = run_page("jax", tmp_path / "demo.png", epochs=12)
-    assert min(accuracies.values()) >= 97.0
-    assert difference < 1e-5
+@pytest.mark.parametrize("name", NAMES)
+def test_a_page_is_handed_over_as_it_is(name, capsys):
+    assert main(["recipe", name]) == 0
+    assert capsys.readouterr().out == train_command.page(name)
 
 
-def run_page(backend: str, plot: Path, *, epochs: int) -> tuple[dict[str, float], float]:
-    if find_spec(backend) is None:
-        pytest.skip(f"{backend} is not installed")
-    command = [sys.executable, "-m", "unisono.recipes.digits"]
-    options = ["--replicas", "2", "--epochs", str(epochs), "--output", str(plot)]
-    done = subprocess.run(
-        [*command, *options],
-        env=os.environ | {"KERAS_BACKEND": backend},
-        capture_output=True,
-        text=True,
-        timeout=240,
+@pytest.mark.parametrize("name", NAMES)
+def test_a_page_is_short_and_uses_only_what_a_user_can_import(name):
+    text = train_command.page(name)
+    assert len(text.splitlines()) < 120
+    imported = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            is_package = node.module == "unisono"
+            imported |= {f"unisono.{a.name}" for a in node.names} if is_package else {node.module}
+    allowed = OURS | {"keras", "numpy", "unisono.recipes.digits_data"}
+    assert {"keras", "unisono"} <= imported <= allowed
+    # Nothing of ours with an underscore, and the options before the framework.
+    assert "._" not in text
+    assert text.index("training.begin(") < text.index("import keras")
+
+
+@pytest.mark.parametrize(
+    ("asked", "guess"), [("cifar", "cifar10"), ("minst", "mnist"), ("ResNet", "resnet50")]
+)
+def test_an_unknown_recipe_and_the_nearest(asked, guess, capsys):
+    for command in ("train", "recipe"):
+        assert main([command, asked]) == 1
+        said = capsys.readouterr().err
+        assert f"Asked for the recipe {asked!r}; there are digits, mnist, cifar10" in said
+        assert said.endswith(f"Did you mean {guess}?\n")
+
+
+def test_an_unknown_recipe_that_is_near_to_none(capsys):
+    assert main(["train", "zzz"]) == 1
+    assert "Did you mean" not in capsys.readouterr().err
+
+
+def test_no_recipe_at_all(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["train"])
+    assert ended.value.code == 2
+    assert "which recipe? `unisono train --list` describes them" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--epochs", "0"], 2, "'0' is not a whole number of at least 1"),
+        (["--output", "/proc/unisono"], 1, "cifar10: Asked for results in /proc/unisono: "),
+        (["--data", "nowhere"], 1, "cifar10: Asked for data from 'nowhere'; there is no such"),
+        (["--gpus", "4"], 1, "cifar10: Asked for GPUs [0, 1, 2, 3]; the backend sees no GPU"),
+        (["--replicas", "1", "--compare"], 1, "Asked to compare one replica with one"),
+        (["--help"], 0, ""),
+    ],
+)
+def test_mistakes_are_told_before_a_framework_is_loaded(words, code, said, plain_python, tmp_path):
+    script = (
+        "import sys; from unisono.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "finally: print('loaded', {'keras', 'jax', 'tensorflow', 'torch'} & set(sys.modules))"
     )
-    assert done.returncode == 0, done.stderr
-    assert f"{epochs} epochs, {backend} backend" in done.stdout
-    assert done.stdout.splitlines()[-1] == f"plot: {plot}"
-    assert plot.read_bytes().startswith(PNG_SIGNATURE)
+    if "/proc/unisono" not in words:
+        words = [*words, "--output", str(tmp_path)]
+    done = plain_python(["-c", script, "train", "cifar10", *words], KERAS_BACKEND=_any_backend())
+    assert done.returncode == code
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout.splitlines()[-1] == "loaded set()"
 
-    results = re.findall(
-        r"^(.+): test accuracy ([\d.]+)%, [\d.]+ s per epoch$", done.stdout, re.MULTILINE
-    )
-    assert [name for name, _ in results] == ["one device", "2 replicas"]
-    difference = re.search(r"^largest weight difference: (\S+)$", done.stdout, re.MULTILINE)
-    assert difference is not None
-    return {name: float(percent) for name, percent in results}, float(difference[1])
+
+def _any_backend() -> str:
+    from importlib.machinery import PathFinder
+
+    backends = ("jax", "tensorflow", "torch")
+    found = [name for name in backends if PathFinder.find_spec(name) is not None]
+    return found[0] if found else pytest.skip("no backend is installed")

@@ -5,12 +5,15 @@ from unisono.configuration import configure
 from unisono.devices import Device, devices
 from unisono.errors import (
     BenchError,
+    DataError,
     DeviceError,
     DisagreementError,
     LaunchError,
     ModelError,
+    OutputError,
     PeerLostError,
     Preempted,
+    SettingError,
     SlurmError,
     StartedError,
     StrategyError,
@@ -32,13 +35,16 @@ _reserve()
 
 __all__ = [
     "BenchError",
+    "DataError",
     "Device",
     "DeviceError",
     "DisagreementError",
     "LaunchError",
     "ModelError",
+    "OutputError",
     "PeerLostError",
     "Preempted",
+    "SettingError",
     "SlurmError",
     "StartedError",
     "Strategy",

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import unisono
-from unisono import benchmark, device_table, jobs, launcher, submission, top
+from unisono import benchmark, device_table, jobs, launcher, submission, top, train_command
 from unisono.errors import UnisonoError
 
-_COMMANDS = (device_table, launcher, top, benchmark, submission, jobs)
+_COMMANDS = (device_table, launcher, train_command, top, benchmark, submission, jobs)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

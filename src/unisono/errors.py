@@ -2,10 +2,13 @@
 
     UnisonoError
     ├── BenchError (RuntimeError)         a benchmark could not be run, or a process of it ended
+    ├── DataError (ValueError)            data is missing, damaged, or not of the form it has to be
     ├── DeviceError (ValueError)          devices were asked for that are not there
     ├── DisagreementError (RuntimeError)  processes of one run do different things
     ├── LaunchError (RuntimeError)        a run of several processes could not begin
     ├── ModelError (TypeError)            what was given is not a model we can train
+    ├── OutputError (OSError)             results cannot be written where they were asked for
+    ├── SettingError (ValueError)         a number or a name that training cannot go by
     ├── SlurmError (RuntimeError)         Slurm cannot do what was asked of it, or a job of it
     ├── StartedError (RuntimeError)       the backend fixed its devices before we were asked
     ├── StrategyError (RuntimeError)      a part of an own training loop was used where it cannot be
@@ -29,6 +32,10 @@ class BenchError(UnisonoError, RuntimeError):
     """A benchmark was asked for what is not there, or a process of it ended before it should."""
 
 
+class DataError(UnisonoError, ValueError):
+    """Data for training is missing, damaged, or not of the form that it has to be."""
+
+
 class DeviceError(UnisonoError, ValueError):
     """Devices were asked for that this machine does not have, or that make no sense."""
 
@@ -43,6 +50,14 @@ class LaunchError(UnisonoError, RuntimeError):
 
 class ModelError(UnisonoError, TypeError):
     """The object given is not a Keras model, or one that cannot be split over replicas."""
+
+
+class OutputError(UnisonoError, OSError):
+    """Results of a training cannot be written where they were asked for."""
+
+
+class SettingError(UnisonoError, ValueError):
+    """A setting of a training makes no sense, or contradicts another one."""
 
 
 class SlurmError(UnisonoError, RuntimeError):

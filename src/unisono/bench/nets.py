@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import numpy as np
-
 PER_REPLICA = {"digits": 32, "mnist": 256, "cifar10": 64}
 NUM_STEPS = {"digits": 40, "mnist": 40, "cifar10": 6}
 """Of a pass: about as long for each net, and long against what a pass costs to begin."""
@@ -25,6 +23,8 @@ def make(name: str) -> Any:
 
 def data(name: str, num_rows: int) -> tuple[Any, Any]:
     """Random images and labels, as NumPy arrays."""
+    import numpy as np
+
     shape = {"digits": (8, 8, 1), "mnist": (28, 28, 1), "cifar10": (32, 32, 3)}[name]
     rng = np.random.default_rng(0)
     return rng.random((num_rows, *shape), dtype=np.float32), rng.integers(0, 10, num_rows)

@@ -59,6 +59,8 @@ class Request:
     is_all_shown: bool = False
     timeout_s: float = 600.0
     start_timeout_s: float = 300.0
+    interrupt_s: float = 5.0
+    """How long the processes have to end after a first Ctrl-C, to save their work."""
     show: Show | None = None
     """Takes what is shown, and whether it is stdout (1) or stderr (2), in place of our streams."""
 
@@ -85,7 +87,7 @@ def perform(request: Request) -> Outcome:
         ranks = Ranks(request.program, _seats(request), facts, output, guard)
         stack.callback(ranks.close)
         stack.callback(ranks.end, signal.SIGKILL, 0.0)
-        watch = Watch(ranks, facts, _host_name(request, facts))
+        watch = Watch(ranks, facts, _host_name(request, facts), request.interrupt_s)
         conductor: Conductor | Follower
         if meeting is not None:
             conductor = Conductor(watch, peers, meeting)

@@ -27,16 +27,16 @@ AFTERMATH_S = 0.3
 
 _OUTPUT_S = 0.05  # What a process printed before it failed is still on its way.
 _TERM_S = 2.0  # A process of JAX does not end when it is asked to.
-_INTERRUPT_S = 5.0  # A program may save its work; a second Ctrl-C ends it at once.
 
 
 class Watch:
     """The processes of this node."""
 
-    def __init__(self, ranks: Ranks, facts: Facts, host: str) -> None:
+    def __init__(self, ranks: Ranks, facts: Facts, host: str, interrupt_s: float) -> None:
         self.ranks = ranks
         self.facts = facts
         self.host = host
+        self._interrupt_s = interrupt_s
         self.silence_s = min(facts.timeout_s, MOST_SILENCE_S)
         """How long another node may say nothing."""
         self._memory_kills = num_memory_kills()
@@ -91,7 +91,7 @@ class Watch:
 
     def end(self, number: int, meanwhile: Callable[[], None]) -> None:
         """End all processes here: ask by a signal, then kill; this calls `meanwhile` often."""
-        patience_s = _INTERRUPT_S if number == signal.SIGINT else _TERM_S
+        patience_s = self._interrupt_s if number == signal.SIGINT else _TERM_S
         self.ranks.end(number, patience_s, meanwhile)
 
     def _has_failed(self, rank: Rank) -> bool:

@@ -1,0 +1,81 @@
+"""The plot of one training or of several: loss and accuracy, for train and test."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from unisono.training import tables
+from unisono.training.progress import clock
+
+WITHOUT = "no plot: that needs matplotlib (pip install matplotlib)"
+_COLOURS = ("#08519c", "#d94801", "#238b45", "#6a51a3")
+
+
+def is_possible() -> bool:
+    """Whether matplotlib is here; a training without it has all results but the plot."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def draw(records: list[dict[str, Any]], path: Path) -> None:
+    """Write the plot; needs no screen."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.8))
+    FigureCanvasAgg(figure)
+    loss_axes, accuracy_axes = figure.subplots(1, 2)
+    loss_axes.set(xlabel="epoch", ylabel="loss", title="Loss")
+    accuracy_axes.set(xlabel="epoch", ylabel="accuracy", title="Accuracy")
+    for record, colour in zip(records, _COLOURS, strict=False):
+        _draw_lines(loss_axes, record, "loss", colour, len(records) > 1)
+        _draw_lines(accuracy_axes, record, "accuracy", colour, len(records) > 1)
+    for axes in (loss_axes, accuracy_axes):
+        axes.grid(alpha=0.3)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend()
+    figure.suptitle(_title(records))
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def _draw_lines(
+    axes: Any, record: dict[str, Any], name: str, colour: str, is_one_of_many: bool
+) -> None:
+    history = record["history"]
+    epochs = [row["epoch"] for row in history]
+    whose = f", {tables.replicas(record['num_replicas'])}" if is_one_of_many else ""
+    for key, part, style in ((name, "train", "--"), (f"val_{name}", "test", "-")):
+        if key not in history[0]:
+            continue
+        values = [row.get(key) for row in history]
+        marker = "o" if len(epochs) == 1 else None
+        axes.plot(epochs, values, style, color=colour, marker=marker, label=f"{part}{whose}")
+    top = tables.best(record)
+    key = f"val_{name}" if f"val_{name}" in top else name
+    if top.get(key) is not None:
+        _mark(axes, top["epoch"], top[key], colour, is_right=top["epoch"] > len(history) / 2)
+
+
+def _mark(axes: Any, epoch: int, value: float, colour: str, *, is_right: bool) -> None:
+    """A star, and beside it what it stands for, on the side where there is room."""
+    axes.plot([epoch], [value], "*", color=colour, markersize=13)
+    side, offset = ("right", -10) if is_right else ("left", 10)
+    axes.annotate(
+        f"epoch {epoch}: {value:.4g}",
+        (epoch, value),
+        (offset, 14 if axes.get_ylabel() == "loss" else -18),
+        textcoords="offset points",
+        ha=side,
+        color=colour,
+        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 1},
+    )
+
+
+def _title(records: list[dict[str, Any]]) -> str:
+    parts = [
+        f"{tables.replicas(each['num_replicas'])} in {clock(each.get('total_s', 0.0))}"
+        for each in records
+    ]
+    title = f"{records[0]['recipe']} ({records[0]['backend']}): {', '.join(parts)}"
+    return title + "; the best epoch is marked"

@@ -1,0 +1,60 @@
+"""Where the replicas of a training program run, and the program started again where they are many.
+
+GPUs are driven by one process. CPU replicas are fastest as one process each, pinned to cores of its
+own, so there the program is started anew by the launcher, as `unisono run` would.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from unisono.devices import Placement, choose, num_gpus, select
+from unisono.launch.start import Request, start
+from unisono.training.settings import Settings
+
+# A first Ctrl-C lets the replicas end their step and save; a second one ends them at once.
+_INTERRUPT_S = 600.0
+
+
+def place(settings: Settings) -> Placement:
+    """The devices that were asked for; DeviceError where they are not there."""
+    return choose(replicas=settings.replicas, gpus=settings.gpus, num_visible_gpus=num_gpus())
+
+
+def are_processes(placement: Placement) -> bool:
+    """Whether the replicas are processes of their own."""
+    return placement.kind == "cpu" and placement.num_replicas > 1
+
+
+def start_processes(placement: Placement, program: list[str]) -> int:
+    """Run a program as one process per replica, to its end; the exit code."""
+    gpus = select(placement.indices) if placement.is_simulated else None
+    return start(
+        Request(
+            program=tuple(program),
+            num_processes=placement.num_replicas,
+            gpus=gpus,
+            interrupt_s=_INTERRUPT_S,
+        )
+    )
+
+
+def own_program() -> list[str]:
+    """How this program was started: by its file, or `-m` and the module."""
+    spec = sys.modules["__main__"].__spec__
+    if spec is None:
+        return [os.path.abspath(sys.argv[0])]
+    return ["-m", spec.name.removesuffix(".__main__")]
+
+
+def own_command() -> str | None:
+    """How a user starts this program, if not by its file."""
+    module = own_program()[1:]
+    folder, _, name = module[0].rpartition(".") if module else ("", "", "")
+    return f"unisono train {name}" if folder == "unisono.recipes" else None
+
+
+def own_name() -> str:
+    """What this program is called."""
+    program = own_program()
+    return program[1].rpartition(".")[2] if program[0] == "-m" else Path(program[0]).stem
