@@ -1,5 +1,6 @@
 """The public call: put a model on every device of this machine, in place."""
 
+import os
 import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from unisono.devices import Placement, choose, choose_own, simulated_gpus
 from unisono.engines import Adopted, load_engine
 from unisono.engines.hooks import bind, original, unbind
 from unisono.errors import ModelError
+from unisono.events import runs_folder
 from unisono.launch.warning import is_listening
 from unisono.launch.world import current_world
 
@@ -138,14 +140,13 @@ def _watch_fits(model: Any, placement: Placement) -> None:
     from unisono.engines.publishing import Publish
 
     def watchers(callbacks: list[Any], given: dict[str, Any]) -> list[Any]:
-        publish = Publish(
-            global_batch=_global_batch(
+        chosen: list[Any] = [MakeRoom(callbacks)] if is_listening() else []
+        if (folder := runs_folder(os.environ)) is not None:
+            batch = _global_batch(
                 given.get("x"), given.get("batch_size"), given.get("steps_per_epoch")
-            ),
-            num_replicas=placement.num_replicas,
-            devices=str(placement),
-        )
-        return [MakeRoom(callbacks), publish] if is_listening() else [publish]
+            )
+            chosen.append(Publish(folder, batch, placement))
+        return chosen
 
     bind(model, "fit", watched(vars(model).get("fit") or original(model, "fit"), watchers))
 

@@ -41,6 +41,8 @@ def watched(
         callbacks = keras.tree.flatten(given) if given else []
         names = ("x", "y", "batch_size", "epochs")
         chosen = watchers(callbacks, {**dict(zip(names, args, strict=False)), **kwargs})
+        if not chosen:
+            return fit(*args, **kwargs)
         watch = FitWatch(chosen)
         callbacks = [*callbacks, watch]
         if is_by_place:

@@ -9,12 +9,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 
-from unisono.events import EventFile, Progress, Writer, runs_folder, ticks_of
+from unisono.devices import Placement
+from unisono.events import EventFile, Progress, Writer, ticks_of
 from unisono.launch.world import current_world
 
 _EVERY_S = 1.0
@@ -23,10 +25,10 @@ _EVERY_S = 1.0
 class Publish:
     """Counts the steps of one model's training."""
 
-    def __init__(self, *, global_batch: int | None, num_replicas: int, devices: str) -> None:
+    def __init__(self, folder: Path, global_batch: int | None, placement: Placement) -> None:
+        self._folder = folder
         self._global_batch = global_batch
-        self._num_replicas = num_replicas
-        self._devices = devices
+        self._placement = placement
         self._num_steps = 0
         self._waited_s = 0.0
         self._logs: Any = None
@@ -34,15 +36,10 @@ class Publish:
         self._thread: threading.Thread | None = None
 
     def begin(self, model: Any) -> None:
-        folder = runs_folder(os.environ)
-        if folder is None:
-            return
         self._model = model
         self._last_end = time.perf_counter()
         self._steps_at_once = getattr(model, "steps_per_execution", 1)
-        self._thread = threading.Thread(
-            target=self._publish, args=(folder,), name="unisono-events", daemon=True
-        )
+        self._thread = threading.Thread(target=self._publish, name="unisono-events", daemon=True)
         self._thread.start()
 
     def before(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -73,8 +70,8 @@ class Publish:
             self._waited_s += time.perf_counter() - start
             yield batch
 
-    def _publish(self, folder: Any) -> None:
-        file = EventFile(folder, self._writer())
+    def _publish(self) -> None:
+        file = EventFile(self._folder, self._writer())
         steps, waited_s, at = self._num_steps, self._waited_s, time.perf_counter()
         is_over = False
         while file.is_open and not is_over:
@@ -115,8 +112,8 @@ class Publish:
             started=ticks_of(pid),
             rank=0 if world is None else world.rank,
             world_size=1 if world is None else world.size,
-            num_replicas=self._num_replicas if world is None else 1,
-            devices=self._devices,
+            num_replicas=self._placement.num_replicas if world is None else 1,
+            devices=str(self._placement),
             backend=keras.backend.backend(),
             program=" ".join(sys.argv)[:200],
             began=time.time(),
