@@ -41,6 +41,8 @@ def start(*arguments: str, cwd: Any = None, **changes: str) -> "subprocess.Popen
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # Whoever started these tests may ignore it, and then so would Python.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 

@@ -19,7 +19,9 @@ import unisono.horovod as hvd
 
 BACKEND = keras.backend.backend()
 HERE = Path(__file__).parent
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600)]
+if BACKEND == "jax":
+    pytestmark.append(pytest.mark.slow)  # Its programs take a minute to compile.
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,10 @@ import pytest
 
 from unisono.launch.meeting import Meeting
 
-pytestmark = pytest.mark.skipif(keras.backend.backend() != "jax", reason="about JAX's processes")
+pytestmark = [
+    pytest.mark.skipif(keras.backend.backend() != "jax", reason="about JAX's processes"),
+    pytest.mark.slow,
+]
 PROGRAM = Path(__file__).with_name("jax_world_program.py")
 TIMEOUT_S = 200
 

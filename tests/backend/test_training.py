@@ -34,6 +34,7 @@ def plain_environment(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.mark.slow
 def test_a_page_of_one_s_own_on_two_replicas(tmp_path):
     """As in `unisono recipe digits > train.py; python train.py --output plot.png --gpus 2`."""
     (tmp_path / "train.py").write_text(train_command.page("digits"))

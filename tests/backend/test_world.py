@@ -197,12 +197,16 @@ def check(cell: Any) -> None:
     assert not cell.failed, f"{cell.deviation} at {cell.where}"
 
 
+# Elsewhere test_world_hosts has two cases of it in every run.
+WHERE_IT_IS_QUICK = [] if keras.backend.backend() == "torch" else [pytest.mark.slow]
+
+
 @pytest.fixture(scope="module")
 def cells(tmp_path_factory) -> dict[str, Any]:
     return measured(CONTRACT, tmp_path_factory.mktemp("cells"))
 
 
-@pytest.mark.parametrize("name", CONTRACT)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=WHERE_IT_IS_QUICK) for name in CONTRACT])
 def test_processes_agree_with_one_device(name, cells):
     check(cells[name])
 
