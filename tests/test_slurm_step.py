@@ -4,7 +4,7 @@ import pytest
 
 from test_topology import SRUN
 from unisono.errors import LaunchError
-from unisono.slurm.step import fit_ranks, launcher_role, read_step
+from unisono.slurm.step import fit_ranks, launcher_role, read_step, remark_on_allocation
 from unisono.topology import read_topology
 
 
@@ -108,3 +108,10 @@ def test_launchers_of_uneven_nodes_are_all_ranks_or_an_error():
 def test_a_launcher_that_sees_a_part_of_the_gpus_is_an_error():
     with pytest.raises(LaunchError, match=r"#SBATCH --gres=gpu:4"):
         role(task("2(x2)", 4, seen=2))
+
+
+def test_a_launcher_beside_srun_is_told_of_the_other_nodes():
+    batch = {"SLURM_JOB_ID": "5", "SLURM_JOB_NUM_NODES": "2"}
+    assert "srun unisono run" in remark_on_allocation(batch)
+    assert remark_on_allocation({**batch, "SLURM_JOB_NUM_NODES": "1"}) == ""
+    assert remark_on_allocation({}) == remark_on_allocation(task("1(x2)", 2)) == ""

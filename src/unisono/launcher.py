@@ -17,7 +17,13 @@ from unisono.errors import DeviceError
 from unisono.launch.hosts import how_to_start, local_names, merge_local, parse_hosts, spread
 from unisono.launch.plan import START_TIMEOUT, TIMEOUT
 from unisono.launch.start import Request, check_program, start
-from unisono.slurm.step import Step, coordinator, launcher_role, read_step
+from unisono.slurm.step import (
+    Step,
+    coordinator,
+    launcher_role,
+    read_step,
+    remark_on_allocation,
+)
 
 _TIMEOUT_S = 600.0
 _START_TIMEOUT_S = 300.0
@@ -53,6 +59,8 @@ def run(options: argparse.Namespace) -> int:
     step = None
     if options.nodes is None and options.hosts is None:
         step = read_step(os.environ)
+        if remark := remark_on_allocation(os.environ):
+            print(f"unisono: {remark}", file=sys.stderr, flush=True)
     try:
         if step is not None:
             role, remark = launcher_role(step)

@@ -123,6 +123,17 @@ def launcher_role(step: Step) -> tuple[str, str]:
     return ("leave" if step.task else "launch"), remark
 
 
+def remark_on_allocation(env: Mapping[str, str]) -> str:
+    """What to say where a launcher runs in a job of several nodes, and not as a task on each."""
+    num_nodes = _number(env.get("SLURM_JOB_NUM_NODES") or env.get("SLURM_NNODES", ""))
+    if num_nodes < 2 or is_slurm_task(env):
+        return ""
+    return (
+        f"this job has {num_nodes} nodes, and without srun only this one is used. Write `srun "
+        "unisono run script.py`, with #SBATCH --ntasks-per-node=1"
+    )
+
+
 def coordinator(step: Step, env: Mapping[str, str], timeout_s: float) -> tuple[str, str]:
     """Where the launchers of a job's nodes meet, and the secret of this run alone."""
     run = " ".join(["slurm nodes", str(step.num_nodes), *(env.get(name, "") for name in _RUN)])
