@@ -54,6 +54,18 @@ def test_a_page_of_one_s_own_on_two_replicas(tmp_path):
     assert loaded.returncode == 0, loaded.stderr
 
 
+@pytest.mark.slow
+def test_damaged_data_is_one_line_from_all_processes(tmp_path):
+    (tmp_path / "cut.npz").write_bytes(b"PK\x03\x04 and no more")
+    words = ["--replicas", "2", "--data", "cut.npz", "--output", str(tmp_path)]
+    done = run("-m", "unisono", "train", "mnist", *words, cwd=tmp_path)
+    assert done.returncode == 1
+    said = [line for line in done.stderr.splitlines() if "cut.npz" in line]
+    assert len(said) == 1
+    assert said[0].startswith("mnist: cut.npz is damaged or cut off (BadZipFile: ")
+    assert "Traceback" not in done.stderr
+
+
 def check_files(folder: Path, plot: str, *, num_epochs: int, num_replicas: int) -> Any:
     record = json.loads((folder / "history.json").read_text())
     assert record["backend"] == keras.backend.backend()

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 from unisono.devices import Placement, choose, num_gpus, select
-from unisono.launch.start import Request, start
+from unisono.launch.failure import Failure
+from unisono.launch.start import Request, perform
 from unisono.training.settings import Settings
 
 # A first Ctrl-C lets the replicas end their step and save; a second one ends them at once.
@@ -29,7 +30,7 @@ def are_processes(placement: Placement) -> bool:
 def start_processes(placement: Placement, program: list[str]) -> int:
     """Run a program as one process per replica, to its end; the exit code."""
     gpus = select(placement.indices) if placement.is_simulated else None
-    return start(
+    outcome = perform(
         Request(
             program=tuple(program),
             num_processes=placement.num_replicas,
@@ -37,6 +38,17 @@ def start_processes(placement: Placement, program: list[str]) -> int:
             interrupt_s=_INTERRUPT_S,
         )
     )
+    if not _has_spoken(outcome.first):
+        sys.stdout.flush()
+        sys.stderr.write(outcome.text)
+    return outcome.code
+
+
+def _has_spoken(failure: Failure | None) -> bool:
+    """Whether the program itself has told its user why it ends."""
+    if failure is None:
+        return True
+    return failure.kind == "interrupt" or (failure.kind == "exit" and failure.rank == 0)
 
 
 def own_program() -> list[str]:

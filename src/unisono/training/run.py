@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -116,7 +115,7 @@ class Run:
     def fail(self, error: UnisonoError) -> NoReturn:
         """Raise an error; a program that owns its process ends with the message alone."""
         if self._is_program:
-            sys.exit(f"{self.settings.recipe}: {error}")
+            raise SystemExit(f"{self.settings.recipe}: {error}") from None
         raise error
 
     def prepare_keras(self) -> None:
