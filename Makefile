@@ -56,7 +56,7 @@ PYTEST = COVERAGE_FILE=.coverage.$@ TF_CPP_MIN_LOG_LEVEL=2 \
 
 test: lint $(TEST_STAMP)
 	@rm -f .coverage .coverage.*
-	$(MAKE) --no-print-directory -j2 -O $(BACKENDS:%=test-%) test-rooms
+	$(MAKE) --no-print-directory -k -j2 -O $(BACKENDS:%=test-%) test-rooms
 	$(if $(COVERAGE),@$(TEST_VENV)/bin/coverage combine -q && $(TEST_VENV)/bin/coverage report)
 
 test-rooms: $(TEST_STAMP)

@@ -156,10 +156,13 @@ def test_the_saved_copy_of_models_of_all_kinds():
     np.testing.assert_array_equal(copy.get_weights()[0], model.get_weights()[0])
 
     class Own(keras.Model):
+        def __init__(self, width):
+            super().__init__()
+
         def call(self, x):
             return x
 
-    own = Own()
+    own = Own(3)
     assert recorder.plain_copy(own) is own
 
 

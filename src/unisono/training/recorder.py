@@ -185,8 +185,8 @@ def plain_copy(model: Any) -> Any:
     except (ValueError, TypeError, NotImplementedError):
         return model  # Of a class of the user's own, which cannot be built anew from its layers.
     copy.set_weights(model.get_weights())
-    config = model.get_compile_config()
-    if config is not None:
+    if model.compiled:
+        config = model.get_compile_config()
         if isinstance(config["optimizer"], dict):  # And not just the name of one.
             config["optimizer"]["config"]["learning_rate"] = _learning_rate(model)
         copy.compile_from_config(config)
