@@ -9,6 +9,7 @@ import pytest
 
 from unisono.bench.race import Lap, Race, Way
 from unisono.bench.report import TITLES, rows, shares, table, to_json, verdict
+from unisono.bench.scaling import read_program
 from unisono.benchmark import ways_of
 
 SCRIPT = """
@@ -136,3 +137,14 @@ def test_what_cannot_be_measured(tmp_path, words, said):
     done = bench(*words, folder=tmp_path)
     assert done.returncode != 0
     assert said in done.stderr
+
+
+def test_what_a_compiled_step_adds_up():
+    """A sum may be of several arrays, and of numbers, whose shapes have nothing in the brackets."""
+    text = """
+  %a = f32[2,3]{1,0} add(%x, %y)
+  %s.8 = (f32[], /*index=1*/bf16[2,3]{1,0}) all-reduce(%a, %b), channel_id=1
+  ROOT %s.9 = s32[4]{0} all-reduce(%c), channel_id=2
+"""
+    found = read_program(8, 1.5, text)
+    assert (found.num_instructions, found.num_sums, found.summed_bytes) == (3, 2, 4 + 12 + 16)
