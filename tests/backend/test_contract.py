@@ -1,9 +1,9 @@
 """The exactness contract: each case on several replicas gives what one device gives.
 
 By default the cases that engines find hardest run on every backend and each of the others on one
-of them (but on torch only where slow tests are wanted), on one number of replicas, such that each group
-of features meets 2, 3 and 4 of them; `--full` runs them all. `python -m unisono.bench.exactness`
-writes the table.
+of them (elsewhere than on torch only where slow tests are wanted), on one number of replicas, such
+that each group of features meets 2, 3 and 4 of them; `--full` runs them all. `python -m
+unisono.bench.exactness` writes the table.
 """
 
 import functools
