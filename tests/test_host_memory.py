@@ -3,29 +3,32 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from unisono.devices.host_memory import keep_freed_memory
+from unisono.devices.host_memory import keep_freed_memory, memory_environment
 
 # How often the system had to clear a page while large buffers came and went.
 BUFFERS = """
-import resource, sys
+import resource
 {first}
 def churn():
-    for _ in range(20):
-        bytearray(60_000_000)
+    for _ in range(4):
+        [bytearray({size}) for _ in range(8)]
 churn()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 churn()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
+LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
-def num_cleared(first: str, **env: str) -> int:
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("UNISONO_", "MALLOC_"))}
+def num_cleared(first: str, size: int = 20_000_000, **env: str) -> int:
+    chosen = ("UNISONO_", "MALLOC_", "GLIBC_")
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(chosen)}
     done = subprocess.run(
-        [sys.executable, "-c", BUFFERS.format(first=first)],
+        [sys.executable, "-c", BUFFERS.format(first=first, size=size)],
         env=inherited | env,
         capture_output=True,
         text=True,
@@ -41,10 +44,20 @@ def test_buffers_are_used_again():
 
 
 @pytest.mark.parametrize(
-    "env", [{"UNISONO_KEEP_MEMORY": "0"}, {"MALLOC_TRIM_THRESHOLD_": "1000000"}]
+    "env", [{"UNISONO_KEEP_MEMORY": "0"}, {"MALLOC_MMAP_THRESHOLD_": "1000000"}]
 )
 def test_a_user_may_choose_otherwise(env):
     assert num_cleared("import unisono", **env) > 1000
+
+
+@pytest.mark.skipif(
+    not LARGE_PAGES.exists() or "[madvise]" not in LARGE_PAGES.read_text(),
+    reason="this system has large pages for everybody, or for nobody",
+)
+def test_larger_buffers_come_in_large_pages_where_we_start_a_process():
+    size = 80_000_000
+    plain = num_cleared("", size)
+    assert num_cleared("", size, **memory_environment({})) < plain / 20
 
 
 @pytest.mark.parametrize(
@@ -52,8 +65,10 @@ def test_a_user_may_choose_otherwise(env):
     [
         {"UNISONO_KEEP_MEMORY": "0"},
         {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=1"},
+        {"MALLOC_ARENA_MAX": "2"},
         {"LD_PRELOAD": "/usr/lib/libjemalloc.so.2"},
     ],
 )
 def test_nothing_is_set_then(env):
     assert keep_freed_memory(env) is False
+    assert memory_environment(env) == {}

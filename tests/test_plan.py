@@ -5,12 +5,14 @@ import json
 import pytest
 
 from unisono.devices import Policy, Selection
+from unisono.devices.host_memory import memory_environment
 from unisono.errors import LaunchError
 from unisono.launch.hosts import HostSlots, merge_local, parse_hosts, spread
 from unisono.launch.plan import Facts, Seat, environment, seats
 
 PINNED = {"OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"}
 PINNED |= {"TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"}
+MEMORY = memory_environment({})
 GPUS = Selection((0, 2), ("GPU-a", "GPU-c"), (None, None))
 FACTS = Facts(
     first_rank=2,
@@ -56,19 +58,19 @@ def test_cores_are_split_or_shared_by_all(num_processes, num_cores, cores):
 
 def test_threads_follow_the_cores_and_xla_counts_them_itself():
     (seat,) = plan(1, 4)
-    assert seat.env == dict.fromkeys(PINNED, "4")
+    assert seat.env == dict.fromkeys(PINNED, "4") | MEMORY
 
 
 def test_a_container_that_pays_for_fewer_cores_is_not_pinned_to_some():
     """Other containers would be pinned to the same; the numbers of threads keep to the limit."""
     found = plan(2, 64, quota=5)
     assert [seat.cores for seat in found] == [(), ()]
-    assert found[0].env == dict.fromkeys(PINNED | {"PJRT_NPROC"}, "2")
+    assert found[0].env == dict.fromkeys(PINNED | {"PJRT_NPROC"}, "2") | MEMORY
 
 
 def test_what_the_user_has_set_stands():
     (seat,) = plan(1, 4, MKL_NUM_THREADS="3")
-    assert seat.env == dict.fromkeys(PINNED - {"MKL_NUM_THREADS"}, "4")
+    assert seat.env == dict.fromkeys(PINNED - {"MKL_NUM_THREADS"}, "4") | MEMORY
 
 
 def test_a_number_of_threads_that_is_asked_for():

@@ -19,7 +19,7 @@ from typing import IO
 
 from unisono.bench.nets import NUM_STEPS, PER_REPLICA
 from unisono.devices import Policy
-from unisono.devices.host_memory import KEEP
+from unisono.devices.host_memory import KEEP, TUNABLES
 from unisono.errors import BenchError
 from unisono.launch.plan import seats
 
@@ -151,7 +151,8 @@ def _pinned(
     processes = []
     for rank, seat in enumerate(places):
         # One process of all cores keeps what its framework does by itself.
-        own = seat.env if way.num_processes > 1 else {}
+        own = dict(seat.env) if way.num_processes > 1 else {}
+        own.pop(TUNABLES, None)  # What we do for our own processes is part of what is measured.
         process = subprocess.Popen(
             [sys.executable, "-m", _RACER, *words],
             env=env | own | {"BENCH_RANK": str(rank)},

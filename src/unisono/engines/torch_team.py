@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from unisono.devices import POLICY, Placement, Policy, current_policy
+from unisono.devices.host_memory import memory_environment
 from unisono.engines.torch_devices import default_device
 from unisono.engines.torch_group import Group
 from unisono.errors import WorkerError
@@ -187,6 +188,7 @@ def worker_environment(placement: Placement, rank: int) -> dict[str, str]:
         env["CUDA_VISIBLE_DEVICES"] = visible[index] if visible != [""] else str(index)
     else:
         env["OMP_NUM_THREADS"] = str(threads)
+        env |= memory_environment(os.environ)
     if current_policy() != Policy():
         # What is in force here holds in every process; which GPU it has is said above.
         policy = dataclasses.replace(current_policy(), gpus=None)

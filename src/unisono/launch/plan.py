@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from unisono.devices import POLICY, REPLICAS, SIMULATED_GPUS, Policy, Selection
+from unisono.devices.host_memory import memory_environment
 from unisono.launch.secret import SECRET
 from unisono.launch.world import HOST
 from unisono.topology import COORDINATOR, JOINED
@@ -74,6 +75,7 @@ def seats(
         pinned = shares[i] if shares and not is_on_gpus else ()
         env = _threads(policy.cpu_threads or len(pinned) or threads, is_on_gpus, bool(pinned))
         env = {name: value for name, value in env.items() if name not in given}
+        env |= {} if is_on_gpus else memory_environment(given)
         if gpus is not None:
             env |= _gpu(gpus, i)
         if policy != Policy():
