@@ -11,10 +11,10 @@ import sys
 from collections.abc import Sequence
 
 import unisono
-from unisono import device_table, launcher
+from unisono import device_table, launcher, migrate
 from unisono.errors import UnisonoError
 
-_COMMANDS = (device_table, launcher)
+_COMMANDS = (device_table, launcher, migrate)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

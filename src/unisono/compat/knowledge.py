@@ -263,7 +263,8 @@ KEYS = {"acc": "accuracy", "val_acc": "val_accuracy"}
 RATE = Change("lr", "learning_rate", new="learning_rate")
 DECAY = Change(
     "decay",
-    "learning_rate=keras.optimizers.schedules.InverseTimeDecay(lr, decay_steps=1, decay_rate=decay)",
+    "learning_rate=keras.optimizers.schedules.InverseTimeDecay("
+    "lr, decay_steps=1, decay_rate=decay)",
     new="keras.optimizers.schedules.InverseTimeDecay",
 )
 """Arguments of optimizers; `lr / (1 + decay * step)` is what the schedule computes too."""

@@ -25,14 +25,14 @@ class MirroredStrategy(Strategy):
         if devices is None or current_world() is not None:
             super().__init__()  # In a run of several processes, devices are shared out already.
             return
-        kind, ids = _parse(devices)
+        kind, ids = parse_devices(devices)
         if kind == "gpu":
             super().__init__(gpus=ids)
         else:
             self._use(Placement("cpu", tuple(ids)), sync_batch_norm=True)
 
 
-def _parse(devices: Sequence[str]) -> tuple[str, list[int]]:
+def parse_devices(devices: Sequence[str]) -> tuple[str, list[int]]:
     if isinstance(devices, str) or not devices:
         raise DeviceError(
             f'Asked for devices={devices!r}. Give a list of names, such as ["GPU:0", "GPU:1"].'

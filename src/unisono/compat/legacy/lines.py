@@ -43,7 +43,9 @@ def is_spelled_out() -> bool:
 def imports_by_name(module: str) -> bool:
     """Whether the program's own import names this module, and not only one inside of it."""
     frame = _program_frame()
-    return frame is not None and module in frame.f_code.co_names
+    names = frame.f_code.co_names if frame is not None else ()
+    parent, _, name = module.rpartition(".")
+    return module in names or (parent in names and name in names)
 
 
 def where() -> str:

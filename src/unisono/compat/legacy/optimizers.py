@@ -24,7 +24,7 @@ def patch(keras: Any) -> None:
             rate.fset(self, value)
         except TypeError as error:
             raise LegacyError(
-                f"{where()} sets the learning rate of an optimizer that was made with decay=, which "
+                f"{where()} sets the learning rate of an optimizer made with decay=, which "
                 "can't be translated: Keras 3 has a schedule or a rate that can be set, not both. "
                 "Leave decay= out, and let the callback or the function that sets the rate divide "
                 "by (1 + decay * step)."

@@ -1,7 +1,7 @@
 """`multi_gpu_model` and `MirroredStrategy` for programs that run as they were written.
 
-Processes of `unisono run`, and the only one of it too, have been given their devices: what a program
-says of GPUs is then known already.
+Processes of `unisono run`, and the only one of it too, have been given their devices: what a
+program says of GPUs is then known already.
 """
 
 from collections.abc import Callable, Mapping, Sequence

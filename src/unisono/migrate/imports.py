@@ -1,0 +1,284 @@
+"""Import statements: names from where they are today, and the imports that new names need."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import libcst as cst
+
+from unisono.compat.knowledge import IMAGES, MODULES, canonical, change_of, gone_with, today
+from unisono.migrate.api import is_in_keras
+from unisono.migrate.expressions import source_of
+from unisono.migrate.statements import Step, removed
+
+_ROOTS = ("keras", "tensorflow", "horovod")
+Target = tuple[str, str, str | None]
+"""A module, a name of it, and the name that it is bound to if that is another."""
+
+
+class Imports(Step):
+    """Rewrites imports of old names, once the rest of the program no longer uses some of them."""
+
+    def __init__(self, in_use: set[str]) -> None:
+        super().__init__()
+        self._in_use = in_use
+
+    def leave_SimpleStatementLine(
+        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+    ) -> Any:
+        body: list[Any] = []
+        for small in updated_node.body:
+            if isinstance(small, cst.ImportFrom):
+                body += self._from(small)
+            elif isinstance(small, cst.Import):
+                body.append(self._plain(small))
+            else:
+                body.append(small)
+        if not body:
+            return removed(updated_node)
+        if len(updated_node.body) > 1 or len(body) == 1:
+            return updated_node.with_changes(body=body)
+        first, *others = body
+        return cst.FlattenSentinel(
+            [
+                updated_node.with_changes(body=[first]),
+                *(cst.SimpleStatementLine([small]) for small in others),
+            ]
+        )
+
+    def _plain(self, statement: cst.Import) -> cst.Import:
+        """`import a.b as c`."""
+        names = []
+        for alias in statement.names:
+            old = _dotted(alias.name)
+            if _root(old) in _ROOTS:
+                self._check(old)
+            new = _home(old, MODULES.get(canonical(old), canonical(old)))
+            changed = alias if new == old else alias.with_changes(name=_expression(new))
+            names.append(changed)
+        return statement.with_changes(names=_once(names))
+
+    def _from(self, statement: cst.ImportFrom) -> list[cst.BaseSmallStatement]:
+        """`from a.b import c`, as one statement for each module that the names are in today."""
+        if statement.relative or statement.module is None:
+            return [statement]
+        module = _dotted(statement.module)
+        if _root(module) not in _ROOTS:
+            return [statement]
+        if isinstance(statement.names, cst.ImportStar):
+            self._check(module)
+            successor = _home(module, today(canonical(module)))
+            if successor == module:
+                return [statement]
+            return [statement.with_changes(module=_expression(successor))]
+        targets = [self._target(module, alias) for alias in statement.names]
+        if all(
+            target == (module, _dotted(alias.name), _bound(alias))
+            for target, alias in zip(targets, statement.names, strict=True)
+        ):
+            return [statement]
+        return _grouped(statement, module, targets)
+
+    def _target(self, module: str, alias: cst.ImportAlias) -> Target | None:
+        """Where a name is imported from today; None where it is no longer needed."""
+        name, bound = _dotted(alias.name), _bound(alias)
+        dotted = f"{module}.{name}"
+        known_as = bound or name
+        if canonical(dotted) in MODULES:
+            parent, _, last = _home(module, MODULES[canonical(dotted)]).rpartition(".")
+            return parent, last, known_as if known_as != last else None
+        change = change_of(dotted)
+        if change is None or self._check(dotted) or _is_still_there(dotted, change.new):
+            if change is None:
+                self._check(dotted)
+            return _home(module, today(canonical(module))), name, bound
+        if change.new is not None and _is_renamed(change.old, change.new):
+            new = change.new.rpartition(".")[2]
+            return _home(module, change.module), new, known_as if self._uses(known_as) else None
+        if not self._uses(known_as):
+            return None
+        if change.new is None:
+            return module, name, bound
+        parent, _, last = change.new.rpartition(".")
+        return parent, last, known_as if known_as != last else None
+
+    def _uses(self, name: str) -> bool:
+        return name in self._in_use
+
+    def _check(self, dotted: str) -> bool:
+        """Whether nothing takes the place of a name; it is then told to the reader."""
+        gone = gone_with(dotted)
+        if gone is not None:
+            self.remark(f"{gone.old} is gone: {gone.why}. Write {gone.write}.")
+        elif canonical(dotted).startswith("keras.") and change_of(dotted) is None:
+            if not is_in_keras(dotted) and not is_in_keras(today(canonical(dotted))):
+                self.remark(
+                    f"{dotted} is not in Keras 3, and it is no name that unisono knows of Keras 2."
+                )
+        return gone is not None
+
+
+def names_in_use(module: cst.Module) -> set[str]:
+    """Names that a program uses outside of its imports."""
+
+    class Uses(cst.CSTVisitor):
+        def __init__(self) -> None:
+            self.found: set[str] = set()
+
+        def visit_Import(self, node: cst.Import) -> bool:
+            return False
+
+        def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
+            return False
+
+        def visit_Attribute(self, node: cst.Attribute) -> bool:
+            node.value.visit(self)
+            return False
+
+        def visit_Arg(self, node: cst.Arg) -> bool:
+            node.value.visit(self)
+            return False
+
+        def visit_Name(self, node: cst.Name) -> None:
+            self.found.add(node.value)
+
+        def visit_SimpleString(self, node: cst.SimpleString) -> None:
+            if node.raw_value.isidentifier():  # In `__all__`, say.
+                self.found.add(node.raw_value)
+
+    uses = Uses()
+    module.visit(uses)
+    return uses.found
+
+
+def add_imports(module: cst.Module, needed: set[str]) -> cst.Module:
+    """The module with imports that are not there yet, above the first of the frameworks."""
+    there = {source_of(small).strip() for line in module.body for small in _imports_in(line)}
+    if any(text.startswith("import unisono.") and " as " not in text for text in there | needed):
+        there.add("import unisono")
+    lines = [cst.parse_statement(text + "\n") for text in sorted(needed - there)]
+    if not lines:
+        return module
+    place = next(
+        (i for i, statement in enumerate(module.body) if _names_framework(statement)),
+        _after_head(module.body),
+    )
+    body = list(module.body)
+    if place < len(body) and (leading := getattr(body[place], "leading_lines", None)):
+        body[place] = body[place].with_changes(leading_lines=[])  # type: ignore[call-arg]
+        lines[0] = lines[0].with_changes(leading_lines=leading)
+    elif place == 0 and module.header and not body:
+        return module.with_changes(body=lines)
+    return module.with_changes(body=[*body[:place], *lines, *body[place:]])
+
+
+def _imports_in(statement: Any) -> list[cst.BaseSmallStatement]:
+    body = statement.body if isinstance(statement, cst.SimpleStatementLine) else []
+    return [small for small in body if isinstance(small, (cst.Import, cst.ImportFrom))]
+
+
+def _names_framework(statement: Any) -> bool:
+    for small in _imports_in(statement):
+        if isinstance(small, cst.Import):
+            roots = [_root(_dotted(alias.name)) for alias in small.names]
+        else:
+            assert isinstance(small, cst.ImportFrom)
+            roots = [_root(_dotted(small.module))] if small.module is not None else []
+        if {*_ROOTS, "unisono"} & set(roots):
+            return True
+    return False
+
+
+def _after_head(body: Sequence[Any]) -> int:
+    """Where imports may begin: after a docstring and imports from `__future__`."""
+    place = 0
+    for i, statement in enumerate(body):
+        if not isinstance(statement, cst.SimpleStatementLine):
+            break
+        small = statement.body[0]
+        is_docstring = (
+            i == 0
+            and isinstance(small, cst.Expr)
+            and isinstance(small.value, (cst.SimpleString, cst.ConcatenatedString))
+        )
+        is_future = isinstance(small, cst.ImportFrom) and (
+            small.module is not None and _dotted(small.module) == "__future__"
+        )
+        if not is_docstring and not is_future:
+            break
+        place = i + 1
+    return place
+
+
+def _grouped(
+    statement: cst.ImportFrom, module: str, targets: Sequence[Target | None]
+) -> list[cst.BaseSmallStatement]:
+    groups: dict[str, list[cst.ImportAlias]] = {}
+    assert not isinstance(statement.names, cst.ImportStar)
+    for target, alias in zip(targets, statement.names, strict=True):
+        if target is not None:
+            parent, name, bound = target
+            new = alias.with_changes(
+                name=cst.Name(name),
+                asname=cst.AsName(cst.Name(bound)) if bound and bound != name else None,
+            )
+            groups.setdefault(parent, []).append(new)
+    found: list[cst.BaseSmallStatement] = []
+    for parent, names in groups.items():
+        if not parent:  # A name that is a whole package today: `import keras as engine`.
+            found += [cst.Import([_last(alias)]) for alias in names]
+        else:
+            changed = statement.with_changes(module=_expression(parent), names=_once(names))
+            found.append(changed)
+    return found
+
+
+def _once(names: Sequence[cst.ImportAlias]) -> list[cst.ImportAlias]:
+    seen: dict[str, cst.ImportAlias] = {}
+    for alias in names:
+        key = f"{_dotted(alias.name)} {_bound(alias)}"
+        seen.setdefault(key, alias)
+    kept = list(seen.values())
+    return [*(_with_comma(alias) for alias in kept[:-1]), _last(kept[-1])]
+
+
+def _with_comma(alias: cst.ImportAlias) -> cst.ImportAlias:
+    if isinstance(alias.comma, cst.Comma):
+        return alias
+    return alias.with_changes(comma=cst.Comma(whitespace_after=cst.SimpleWhitespace(" ")))
+
+
+def _last(alias: cst.ImportAlias) -> cst.ImportAlias:
+    return alias.with_changes(comma=cst.MaybeSentinel.DEFAULT)
+
+
+def _home(old: str, new: str) -> str:
+    """A canonical name of Keras in the home that the program uses: `tensorflow.keras`, say."""
+    if canonical(old) == old or not new.startswith("keras"):
+        return new
+    prefix = old.removesuffix(canonical(old).removeprefix("keras"))
+    return prefix + new.removeprefix("keras") if canonical(old).startswith("keras") else old
+
+
+def _is_renamed(old: str, new: str) -> bool:
+    return old.rpartition(".")[0] == new.rpartition(".")[0]
+
+
+def _is_still_there(dotted: str, new: str | None) -> bool:
+    """Keras' image generators are where they were in `tensorflow.keras`."""
+    return (new or "").startswith(IMAGES) and not dotted.startswith("keras.")
+
+
+def _bound(alias: cst.ImportAlias) -> str | None:
+    return source_of(alias.asname.name) if alias.asname is not None else None
+
+
+def _root(dotted: str) -> str:
+    return dotted.partition(".")[0]
+
+
+def _dotted(node: cst.CSTNode) -> str:
+    return source_of(node).replace(" ", "")
+
+
+def _expression(dotted: str) -> Any:
+    return cst.parse_expression(dotted)

@@ -1,0 +1,53 @@
+"""The migration of one program's source: the steps in their order."""
+
+from dataclasses import dataclass
+
+import libcst as cst
+from libcst.metadata import MetadataWrapper
+
+from unisono.errors import SourceError
+from unisono.migrate.imports import Imports, add_imports, names_in_use
+from unisono.migrate.remarks import Remark, remarks_in
+from unisono.migrate.rewriting import Rewriting
+from unisono.migrate.sessions import Sessions
+from unisono.migrate.syntax import check_syntax
+
+
+@dataclass(frozen=True)
+class Migrated:
+    """A migrated program, and what is left for a person."""
+
+    code: bytes
+    lines_before: list[str]
+    lines_after: list[str]
+    remarks: list[Remark]
+
+
+def migrate_source(code: bytes, place: str) -> Migrated:
+    """Rewrite a program; `place` is what messages call it. SourceError where it is no Python 3.
+
+    >>> migrated = migrate_source(b"from keras.optimizers import sgd\\n", "old.py")
+    >>> migrated.code
+    b'from keras.optimizers import SGD\\n'
+    """
+    check_syntax(code, place)
+    try:
+        before = cst.parse_module(code)
+    except (cst.ParserSyntaxError, UnicodeDecodeError) as error:
+        raise SourceError(f"{place} can't be read by LibCST: {error}") from error
+    after = translate(before)
+    return Migrated(
+        after.bytes,
+        before.code.splitlines(keepends=True),
+        after.code.splitlines(keepends=True),
+        remarks_in(after.code.splitlines()),
+    )
+
+
+def translate(module: cst.Module) -> cst.Module:
+    """The module with today's names."""
+    needed: set[str] = set()
+    module = MetadataWrapper(module).visit(Sessions(needed))
+    module = MetadataWrapper(module).visit(Rewriting(needed))
+    module = MetadataWrapper(module).visit(Imports(names_in_use(module)))
+    return add_imports(module, needed)
