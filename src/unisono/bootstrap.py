@@ -2,8 +2,8 @@
 
 Run as a file, by its path: the process is pinned to its cores and tied to its launcher before
 anything that counts cores is imported. Then unisono joins the run, applies the policy for
-memory and threads and makes old names work if asked to, and the program runs as `__main__`, just as Python itself would run it. What
-it raises is told to the launcher before the process ends.
+memory and threads and makes old names work if it is asked to, and the program runs as `__main__`,
+just as Python itself would run it. What it raises is told to the launcher before the process ends.
 """
 
 import sys

@@ -1,7 +1,7 @@
 '''Train a small deep CNN on CIFAR10-like images on two GPUs (Keras 2.2, 2018).'''
 from __future__ import print_function
 
-import os
+import random
 import sys
 
 import numpy as np
@@ -17,9 +17,8 @@ num_classes = 10
 epochs = 2
 G = 2  # number of GPUs
 
+random.seed(7)
 np.random.seed(7)
-if hasattr(keras.utils, "set_random_seed"):
-    keras.utils.set_random_seed(7)
 
 # The data, shuffled and split between train and test sets.
 x_train = np.random.rand(70, 8, 8, 3).astype("float32")

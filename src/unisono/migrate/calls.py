@@ -45,7 +45,7 @@ def translate_optimizer(node: cst.Call, caller: Caller) -> cst.Call:
     name = canonical(caller.dotted).rpartition(".")[2]
     if canonical(caller.dotted).removeprefix(OPTIMIZERS).split(".")[0] in _NOT_OPTIMIZERS:
         return node
-    args = bound(node.args, ("learning_rate",) + tuple(f"#{i}" for i in range(1, 9)))
+    args = bound(node.args, ("learning_rate", *(f"#{i}" for i in range(1, 9))))
     if args is None or not ({"lr", "decay"} & set(args)):
         return node
     rate = args.get("lr") or args.get("learning_rate")

@@ -8,6 +8,7 @@ import libcst as cst
 from unisono.compat.knowledge import IMAGES, MODULES, canonical, change_of, gone_with, today
 from unisono.migrate.api import is_in_keras
 from unisono.migrate.expressions import source_of
+from unisono.migrate.remarks import MARK
 from unisono.migrate.statements import Step, removed
 
 _ROOTS = ("keras", "tensorflow", "horovod")
@@ -108,12 +109,11 @@ class Imports(Step):
         """Whether nothing takes the place of a name; it is then told to the reader."""
         gone = gone_with(dotted)
         if gone is not None:
-            self.remark(f"{gone.old} is gone: {gone.why}. Write {gone.write}.")
-        elif canonical(dotted).startswith("keras.") and change_of(dotted) is None:
-            if not is_in_keras(dotted) and not is_in_keras(today(canonical(dotted))):
-                self.remark(
-                    f"{dotted} is not in Keras 3, and it is no name that unisono knows of Keras 2."
-                )
+            self.remark(f"{gone.old} is gone: {gone.why}. Instead: {gone.write}.")
+        elif not _is_known(dotted):
+            self.remark(
+                f"{dotted} is not in Keras 3, and it is no name that unisono knows of Keras 2."
+            )
         return gone is not None
 
 
@@ -163,12 +163,17 @@ def add_imports(module: cst.Module, needed: set[str]) -> cst.Module:
         _after_head(module.body),
     )
     body = list(module.body)
-    if place < len(body) and (leading := getattr(body[place], "leading_lines", None)):
-        body[place] = body[place].with_changes(leading_lines=[])  # type: ignore[call-arg]
-        lines[0] = lines[0].with_changes(leading_lines=leading)
-    elif place == 0 and module.header and not body:
-        return module.with_changes(body=lines)
+    if place < len(body):
+        above = list(getattr(body[place], "leading_lines", ()))
+        # A remark stays with what it is about.
+        split = next((i for i, line in enumerate(above) if _is_remark(line)), len(above))
+        body[place] = body[place].with_changes(leading_lines=above[split:])  # type: ignore[call-arg]
+        lines[0] = lines[0].with_changes(leading_lines=above[:split])
     return module.with_changes(body=[*body[:place], *lines, *body[place:]])
+
+
+def _is_remark(line: cst.EmptyLine) -> bool:
+    return line.comment is not None and line.comment.value.startswith(MARK)
 
 
 def _imports_in(statement: Any) -> list[cst.BaseSmallStatement]:
@@ -227,18 +232,22 @@ def _grouped(
         if not parent:  # A name that is a whole package today: `import keras as engine`.
             found += [cst.Import([_last(alias)]) for alias in names]
         else:
-            changed = statement.with_changes(module=_expression(parent), names=_once(names))
+            aliases = _once(names, statement.names[-1].comma)
+            changed = statement.with_changes(module=_expression(parent), names=aliases)
             found.append(changed)
     return found
 
 
-def _once(names: Sequence[cst.ImportAlias]) -> list[cst.ImportAlias]:
+def _once(
+    names: Sequence[cst.ImportAlias], last_comma: Any = cst.MaybeSentinel.DEFAULT
+) -> list[cst.ImportAlias]:
     seen: dict[str, cst.ImportAlias] = {}
     for alias in names:
         key = f"{_dotted(alias.name)} {_bound(alias)}"
         seen.setdefault(key, alias)
     kept = list(seen.values())
-    return [*(_with_comma(alias) for alias in kept[:-1]), _last(kept[-1])]
+    last = kept[-1].with_changes(comma=last_comma)
+    return [*(_with_comma(alias) for alias in kept[:-1]), last]
 
 
 def _with_comma(alias: cst.ImportAlias) -> cst.ImportAlias:
@@ -266,6 +275,13 @@ def _is_renamed(old: str, new: str) -> bool:
 def _is_still_there(dotted: str, new: str | None) -> bool:
     """Keras' image generators are where they were in `tensorflow.keras`."""
     return (new or "").startswith(IMAGES) and not dotted.startswith("keras.")
+
+
+def _is_known(dotted: str) -> bool:
+    name = canonical(dotted)
+    if not name.startswith("keras.") or change_of(dotted) is not None or name in MODULES:
+        return True
+    return is_in_keras(dotted) or is_in_keras(today(name))
 
 
 def _bound(alias: cst.ImportAlias) -> str | None:

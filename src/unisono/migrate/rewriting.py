@@ -62,11 +62,16 @@ class Rewriting(Step):
             return updated_node
         if change.new is not None and change.new.rpartition(".")[0] == change.module:
             new = change.new.rpartition(".")[2]
-            has_own_name = original_node.value != dotted.rpartition(".")[2]
-            if has_own_name or not self._facts.is_free(new, change.new):
+            if not self._may_be_renamed(original_node.value, dotted, change.new):
                 return updated_node  # Its import says `as`.
             return updated_node.with_changes(value=new)
+        if change.new is not None:
+            return updated_node  # It is imported from where it is today.
         return self._replaced(change, dotted, updated_node)
+
+    def _may_be_renamed(self, name: str, dotted: str, new: str) -> bool:
+        has_own_name = name != dotted.rpartition(".")[2] or name in self._facts.bound
+        return not has_own_name and self._facts.is_free(new.rpartition(".")[2], new)
 
     def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> Any:
         name = original_node.attr.value
@@ -87,7 +92,7 @@ class Rewriting(Step):
 
     def _replaced(self, change: Change, dotted: str, node: Any) -> Any:
         if change.why is not None:
-            self.remark(f"{change.old} is gone: {change.why}. Write {change.write}.")
+            self.remark(f"{change.old} is gone: {change.why}. Instead: {change.write}.")
             return node
         if change.value is not None:
             return expression(change.value)
@@ -121,7 +126,7 @@ class Rewriting(Step):
         gone = gone_with(dotted)
         name = canonical(dotted)
         if gone is not None:
-            self.remark(f"{gone.old} is gone: {gone.why}. Write {gone.write}.")
+            self.remark(f"{gone.old} is gone: {gone.why}. Instead: {gone.write}.")
         elif name.startswith("keras.backend.") and not is_in_keras(dotted):
             other = f"keras.ops.{name.rpartition('.')[2]}"
             hint = f"write {other}" if is_in_keras(other) else "look in keras.ops"

@@ -41,7 +41,9 @@ class Sessions(Step):
         plan = self._plans.get(original_node)
         if plan is None:
             return updated_node
-        if plan == "remove":
+        if isinstance(plan, str):
+            if plan != "remove":
+                self.remark(plan)
             return removed(updated_node)
         return updated_node.with_changes(body=[cst.Expr(plan)])
 
@@ -60,10 +62,13 @@ class Sessions(Step):
         arguments = _arguments(found.values)
         if arguments is None:
             return
-        self._needed.add("import unisono")
         for statement in found.statements:
             self._plans[statement] = "remove"
-        if arguments:
+        if _is_pinned(found.values) and arguments:
+            options = " ".join(f"--{_option(arg)}" for arg in arguments)
+            self._plans[found.end] = f"Start it with `unisono run {options}`; each has its own GPU."
+        elif arguments:
+            self._needed.add("import unisono")
             self._plans[found.end] = call("unisono.configure", *arguments)
 
     def _read(self, statement: Any, small: cst.BaseSmallStatement, found: "_Found") -> None:
@@ -189,7 +194,7 @@ def _arguments(values: Values) -> list[cst.Arg] | None:
         if field == "device_count.GPU" and literal(value) == 0:
             return None
         if field == "gpu_options.visible_device_list":
-            if "local_rank" in source_of(value):
+            if _is_pinned(values):
                 continue  # `unisono run` gives each process its own.
             value = _ids(value)
         if field == "gpu_options.allow_growth":
@@ -202,6 +207,19 @@ def _arguments(values: Values) -> list[cst.Arg] | None:
     return [
         keyword(name, found[name]) for name in ("gpus", "memory", "cpu_threads") if name in found
     ]
+
+
+def _is_pinned(values: Values) -> bool:
+    """Whether each process takes the GPU of its local rank, as `unisono run` gives them out."""
+    value = values.get("gpu_options.visible_device_list")
+    return value is not None and "local_rank" in source_of(value)
+
+
+def _option(arg: cst.Arg) -> str:
+    assert arg.keyword is not None
+    value = literal(arg.value)
+    shown = source_of(arg.value) if value is ... else value
+    return f"{arg.keyword.value.replace('_', '-')} {shown}"
 
 
 def _ids(value: cst.BaseExpression) -> cst.BaseExpression:

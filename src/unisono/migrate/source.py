@@ -12,6 +12,8 @@ from unisono.migrate.rewriting import Rewriting
 from unisono.migrate.sessions import Sessions
 from unisono.migrate.syntax import check_syntax
 
+_MOST_ROUNDS = 5
+
 
 @dataclass(frozen=True)
 class Migrated:
@@ -45,7 +47,16 @@ def migrate_source(code: bytes, place: str) -> Migrated:
 
 
 def translate(module: cst.Module) -> cst.Module:
-    """The module with today's names."""
+    """The module with today's names, to which nothing more is to be done."""
+    for _ in range(_MOST_ROUNDS):
+        # An import that was added may tell what a name is which nothing told before.
+        before, module = module.code, _translate_once(module)
+        if module.code == before:
+            break
+    return module
+
+
+def _translate_once(module: cst.Module) -> cst.Module:
     needed: set[str] = set()
     module = MetadataWrapper(module).visit(Sessions(needed))
     module = MetadataWrapper(module).visit(Rewriting(needed))

@@ -13,7 +13,7 @@ from unisono.compat.legacy.lines import where
 from unisono.compat.legacy.strategies import is_shared_out
 from unisono.configuration import configure
 from unisono.devices import SIMULATED_GPUS, num_gpus, simulated_gpus
-from unisono.errors import LegacyError
+from unisono.errors import LegacyError, StartedError
 from unisono.topology import topology
 
 
@@ -53,7 +53,23 @@ def set_visible_devices_with(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 def set_memory_growth(device: Any, enable: bool) -> None:
     """Memory of GPUs, all of which have one policy."""
-    configure(memory="grow" if enable else "all")
+    set_limits(memory="grow" if enable else "all")
+
+
+def set_limits(**limits: Any) -> None:
+    """`configure`, in a process that may have been given its limits when it was started."""
+    try:
+        configure(**limits)
+    except StartedError as error:
+        if not is_shared_out():
+            raise
+        if set(limits) == {"memory"} and (simulated_gpus() or not num_gpus()):
+            return  # There is no memory to limit.
+        options = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in limits.items())
+        raise LegacyError(
+            f"{where()} limits what this process takes, after its devices were started by "
+            f"`unisono run`. Start it with `unisono run {options}`, and leave the line out."
+        ) from error
 
 
 def use_gpus(ids: Sequence[int]) -> None:

@@ -66,8 +66,8 @@ def announce(old: str, write: str) -> None:
 def refuse(change: Change) -> LegacyError:
     """The error for a name that nothing takes the place of."""
     return LegacyImportError(
-        f"{where()} asks for {change.old}, which can't be translated: {change.why}. Write "
-        f"{change.write} instead."
+        f"{where()} asks for {change.old}, which can't be translated: {change.why}. Instead: "
+        f"{change.write}."
     )
 
 

@@ -38,8 +38,8 @@ for _home in ("tensorflow.config.", "tensorflow.config.experimental."):
         f"{_home}set_visible_devices": devices.set_visible_devices_with,
         f"{_home}set_memory_growth": lambda plain: devices.set_memory_growth,
     }
-_STILL_TODAY_S = "tensorflow.config."
-"""Calls of TensorFlow that are not old; they are answered because of simulated GPUs."""
+_STILL_THERE = ("tensorflow.config",)
+"""Modules whose names are not old; they are answered here because of simulated GPUs."""
 
 
 def patch_when_imported() -> None:
@@ -112,7 +112,7 @@ def _provide(change: Change, plain: Any) -> Any:
         if is_spelled_out():
             raise refuse(change)
         raise AttributeError(change.old)  # `hasattr` is told the truth.
-    if plain is None or not change.old.startswith(_STILL_TODAY_S):
+    if change.module not in _STILL_THERE:
         announce(change.old, change.write)
     if change.old in _PROVIDERS:
         return _PROVIDERS[change.old](plain)

@@ -7,10 +7,9 @@ import importlib
 from typing import Any, NoReturn
 
 from unisono.compat.knowledge import SETTINGS
-from unisono.compat.legacy.devices import use_gpus
+from unisono.compat.legacy.devices import set_limits, use_gpus
 from unisono.compat.legacy.lines import announce, where
 from unisono.compat.legacy.strategies import is_shared_out
-from unisono.configuration import configure
 from unisono.devices import num_gpus
 from unisono.errors import LegacyError
 from unisono.placement import log_placement
@@ -63,7 +62,7 @@ def apply(config: Any) -> None:
     if gpus and not (is_shared_out() and "gpu_options.visible_device_list" not in _set(config)):
         use_gpus(gpus)
     if asked:
-        configure(**asked)
+        set_limits(**asked)
     if config.log_device_placement:
         log_placement()
     told = {"gpus": gpus, **asked} if gpus else asked
