@@ -118,7 +118,8 @@ def migrated(text: str) -> str:
             "from keras.layers import Dense\nfrom keras import Layer\n",
         ),
         (
-            "from keras.preprocessing.image import ImageDataGenerator, img_to_array\nImageDataGenerator()\n",
+            "from keras.preprocessing.image import ImageDataGenerator, img_to_array\n"
+            "ImageDataGenerator()\n",
             "from unisono.compat.images import ImageDataGenerator\n"
             "from keras.preprocessing.image import img_to_array\nImageDataGenerator()\n",
         ),
@@ -137,9 +138,9 @@ def test_what_becomes_of_old_code(old, new):
     [
         "args.lr = 0.1\nprint(args.lr, config.decay)\n",
         "batch_size = 64 * G\n",
-        "import keras\nmodel.fit(x, y, batch_size=64 * G)\nkeras.optimizers.Adam(learning_rate=1e-3)\n",
+        "import keras\nmodel.fit(x, y, batch_size=64 * G)\nkeras.optimizers.Adam(1e-3)\n",
         'row["acc"] = 1\nlabels = ["acc", "val_acc"]\n',
-        "from tensorflow.keras.preprocessing.image import ImageDataGenerator\nImageDataGenerator()\n",
+        "from tensorflow.keras.preprocessing.image import ImageDataGenerator\n",
         "import unisono\nmodel = unisono.parallel(model)\n",
         "def multi_gpu_model(m, gpus):\n    return m\nmulti_gpu_model(a, gpus=2)\n",
         "",
