@@ -3,8 +3,10 @@
 import ast
 import json
 import os
+import re
 import stat
 import textwrap
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -582,6 +584,12 @@ def test_broken_notebooks(tmp_path, capsys, content, said):
 def test_a_cell_that_is_python_2():
     with pytest.raises(SourceError, match=r"old.ipynb, cell 3, line 2 is Python 2"):
         migrate_notebook(notebook("x = 1", "%time\nprint x"), "old.ipynb")
+
+
+def test_the_page_shows_what_becomes_of_its_program():
+    page = Path(__file__).parent.parent / "docs" / "old-scripts.md"
+    old, new = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    assert migrated(old.partition("\n\n")[2]) == new
 
 
 def test_what_is_right_is_not_refused():

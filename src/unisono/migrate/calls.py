@@ -6,8 +6,8 @@ from typing import Any
 
 import libcst as cst
 
+from unisono.compat.device_names import parse_devices
 from unisono.compat.knowledge import LOADING, METHODS, canonical
-from unisono.compat.mirrored import parse_devices
 from unisono.errors import DeviceError
 from unisono.migrate.expressions import (
     bound,
