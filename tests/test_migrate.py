@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from unisono.cli import main
-from unisono.compat import knowledge
+from unisono.compat import knowledge, lookup
 from unisono.errors import SourceError
 from unisono.migrate.api import is_in_keras
 from unisono.migrate.files import replace
@@ -368,12 +368,12 @@ def test_today_s_names_of_the_table_are_in_keras():
 
 def test_names_of_all_homes_are_one():
     for home in ("keras", "tensorflow.keras", "tensorflow.compat.v1.keras"):
-        change = knowledge.change_of(f"{home}.utils.training_utils.multi_gpu_model")
+        change = lookup.change_of(f"{home}.utils.training_utils.multi_gpu_model")
         assert change is not None
         assert change.old == "keras.utils.multi_gpu_model"
-    assert knowledge.change_of("tensorflow.compat.v1.Session").old == "tensorflow.Session"
-    assert knowledge.change_of("keras.layers.Dense") is None
-    assert knowledge.gone_with("tensorflow.python.keras.layers.Dense") is not None
+    assert lookup.change_of("tensorflow.compat.v1.Session").old == "tensorflow.Session"
+    assert lookup.change_of("keras.layers.Dense") is None
+    assert lookup.gone_with("tensorflow.python.keras.layers.Dense") is not None
 
 
 # -- the command -----------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import functools
 import importlib.util
 from pathlib import Path
 
-from unisono.compat.knowledge import canonical
+from unisono.compat.lookup import canonical
 
 
 def is_in_keras(dotted: str) -> bool:

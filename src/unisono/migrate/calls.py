@@ -7,7 +7,8 @@ from typing import Any
 import libcst as cst
 
 from unisono.compat.device_names import parse_devices
-from unisono.compat.knowledge import LOADING, METHODS, canonical
+from unisono.compat.knowledge import LOADING, METHODS
+from unisono.compat.lookup import canonical
 from unisono.errors import DeviceError
 from unisono.migrate.expressions import (
     bound,
@@ -21,7 +22,6 @@ from unisono.migrate.expressions import (
 )
 
 OPTIMIZERS = "keras.optimizers."
-_NOT_OPTIMIZERS = ("schedules", "get", "serialize", "deserialize", "legacy")
 _SCHEDULE = "InverseTimeDecay"
 _DEFAULT_RATE = {"SGD": "0.01", "sgd": "0.01"}
 _METHODS = {method.old: method for method in METHODS if method.parameters}
@@ -42,36 +42,31 @@ class Caller:
 
 def translate_optimizer(node: cst.Call, caller: Caller) -> cst.Call:
     """`lr=` and `decay=`; the latter as a schedule, which computes the same."""
-    name = canonical(caller.dotted).rpartition(".")[2]
-    if canonical(caller.dotted).removeprefix(OPTIMIZERS).split(".")[0] in _NOT_OPTIMIZERS:
-        return node
+    *_, kind = canonical(caller.dotted).removeprefix(OPTIMIZERS).split(".")
     args = bound(node.args, ("learning_rate", *(f"#{i}" for i in range(1, 9))))
-    if args is None or not ({"lr", "decay"} & set(args)):
+    is_old = args is not None and bool({"lr", "decay"} & set(args))
+    if args is None or not is_old or not kind[:1].isalpha() or "schedules" in caller.dotted:
         return node
-    rate = args.get("lr") or args.get("learning_rate")
-    decay = args.get("decay")
-    value = rate.value if rate is not None else expression(_DEFAULT_RATE.get(name, "0.001"))
+    rate, decay = args.get("lr") or args.get("learning_rate"), args.get("decay")
+    value = rate.value if rate is not None else expression(_DEFAULT_RATE.get(kind, "0.001"))
     if isinstance(literal(value), int):
         value = expression(f"{literal(value)}.0")  # Keras 3 takes a float alone.
     if decay is not None and literal(decay.value) not in (0, None):
         value = _decayed(value, decay.value, node, caller)
-    is_first = True
-    found: list[cst.Arg] = []
-    for arg in node.args:
-        if arg in (rate, decay):
-            if is_first and (arg is rate or rate is None):
-                is_plain = arg is rate and arg.keyword is None
-                new = keyword("learning_rate", value)
-                found.append(
-                    new.with_changes(keyword=None, equal=cst.MaybeSentinel.DEFAULT)
-                    if is_plain
-                    else new
-                )
-                found[-1] = found[-1].with_changes(comma=arg.comma)
-                is_first = False
-            continue
-        found.append(arg)
-    return node.with_changes(args=without_last_comma(found, node.args))
+    elif rate is None:
+        return _with_args(node, [arg for arg in node.args if arg is not decay])
+    new = keyword("learning_rate", value)
+    if rate is not None and rate.keyword is None:
+        new = cst.Arg(value)
+    place = rate if rate is not None else decay
+    kept = [arg for arg in node.args if arg is place or arg not in (rate, decay)]
+    return _with_args(
+        node, [new.with_changes(comma=arg.comma) if arg is place else arg for arg in kept]
+    )
+
+
+def _with_args(node: cst.Call, args: list[cst.Arg]) -> cst.Call:
+    return node.with_changes(args=without_last_comma(args, node.args))
 
 
 def _decayed(

@@ -19,6 +19,11 @@ def source_of(node: cst.CSTNode) -> str:
     return cst.Module([]).code_for_node(node)
 
 
+def dotted_name(node: cst.CSTNode) -> str:
+    """A name with dots, without the spaces that Python allows around them."""
+    return source_of(node).replace(" ", "")
+
+
 def keyword(name: str, value: cst.BaseExpression) -> cst.Arg:
     return cst.Arg(value, keyword=cst.Name(name), equal=_NO_SPACE)
 

@@ -2,7 +2,7 @@
 
 import libcst as cst
 
-from unisono.compat.knowledge import canonical, today
+from unisono.compat.lookup import canonical, today
 from unisono.migrate.statements import Step
 
 _OPTIMIZERS = "keras.optimizers."

@@ -1,17 +1,17 @@
-"""Import statements: names from where they are today, and the imports that new names need."""
+"""Import statements: names from where they are today."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import libcst as cst
 
-from unisono.compat.knowledge import IMAGES, MODULES, canonical, change_of, gone_with, today
+from unisono.compat.knowledge import IMAGES, MODULES
+from unisono.compat.lookup import canonical, change_of, gone_with, today
+from unisono.migrate.additions import FRAMEWORKS, root
 from unisono.migrate.api import is_in_keras
-from unisono.migrate.expressions import source_of
-from unisono.migrate.remarks import MARK
+from unisono.migrate.expressions import dotted_name, source_of
 from unisono.migrate.statements import Step, removed
 
-_ROOTS = ("keras", "tensorflow", "horovod")
 Target = tuple[str, str, str | None]
 """A module, a name of it, and the name that it is bound to if that is another."""
 
@@ -50,8 +50,8 @@ class Imports(Step):
         """`import a.b as c`."""
         names = []
         for alias in statement.names:
-            old = _dotted(alias.name)
-            if _root(old) in _ROOTS:
+            old = dotted_name(alias.name)
+            if root(old) in FRAMEWORKS:
                 self._check(old)
             new = _home(old, MODULES.get(canonical(old), canonical(old)))
             changed = alias if new == old else alias.with_changes(name=_expression(new))
@@ -62,8 +62,8 @@ class Imports(Step):
         """`from a.b import c`, as one statement for each module that the names are in today."""
         if statement.relative or statement.module is None:
             return [statement]
-        module = _dotted(statement.module)
-        if _root(module) not in _ROOTS:
+        module = dotted_name(statement.module)
+        if root(module) not in FRAMEWORKS:
             return [statement]
         if isinstance(statement.names, cst.ImportStar):
             self._check(module)
@@ -73,7 +73,7 @@ class Imports(Step):
             return [statement.with_changes(module=_expression(successor))]
         targets = [self._target(module, alias) for alias in statement.names]
         if all(
-            target == (module, _dotted(alias.name), _bound(alias))
+            target == (module, dotted_name(alias.name), _bound(alias))
             for target, alias in zip(targets, statement.names, strict=True)
         ):
             return [statement]
@@ -81,7 +81,7 @@ class Imports(Step):
 
     def _target(self, module: str, alias: cst.ImportAlias) -> Target | None:
         """Where a name is imported from today; None where it is no longer needed."""
-        name, bound = _dotted(alias.name), _bound(alias)
+        name, bound = dotted_name(alias.name), _bound(alias)
         dotted = f"{module}.{name}"
         known_as = bound or name
         if canonical(dotted) in MODULES:
@@ -150,70 +150,6 @@ def names_in_use(module: cst.Module) -> set[str]:
     return uses.found
 
 
-def add_imports(module: cst.Module, needed: set[str]) -> cst.Module:
-    """The module with imports that are not there yet, above the first of the frameworks."""
-    there = {source_of(small).strip() for line in module.body for small in _imports_in(line)}
-    if any(text.startswith("import unisono.") and " as " not in text for text in there | needed):
-        there.add("import unisono")
-    lines = [cst.parse_statement(text + "\n") for text in sorted(needed - there)]
-    if not lines:
-        return module
-    place = next(
-        (i for i, statement in enumerate(module.body) if _names_framework(statement)),
-        _after_head(module.body),
-    )
-    body = list(module.body)
-    if place < len(body):
-        above = list(getattr(body[place], "leading_lines", ()))
-        # A remark stays with what it is about.
-        split = next((i for i, line in enumerate(above) if _is_remark(line)), len(above))
-        body[place] = body[place].with_changes(leading_lines=above[split:])  # type: ignore[call-arg]
-        lines[0] = lines[0].with_changes(leading_lines=above[:split])
-    return module.with_changes(body=[*body[:place], *lines, *body[place:]])
-
-
-def _is_remark(line: cst.EmptyLine) -> bool:
-    return line.comment is not None and line.comment.value.startswith(MARK)
-
-
-def _imports_in(statement: Any) -> list[cst.BaseSmallStatement]:
-    body = statement.body if isinstance(statement, cst.SimpleStatementLine) else []
-    return [small for small in body if isinstance(small, (cst.Import, cst.ImportFrom))]
-
-
-def _names_framework(statement: Any) -> bool:
-    for small in _imports_in(statement):
-        if isinstance(small, cst.Import):
-            roots = [_root(_dotted(alias.name)) for alias in small.names]
-        else:
-            assert isinstance(small, cst.ImportFrom)
-            roots = [_root(_dotted(small.module))] if small.module is not None else []
-        if {*_ROOTS, "unisono"} & set(roots):
-            return True
-    return False
-
-
-def _after_head(body: Sequence[Any]) -> int:
-    """Where imports may begin: after a docstring and imports from `__future__`."""
-    place = 0
-    for i, statement in enumerate(body):
-        if not isinstance(statement, cst.SimpleStatementLine):
-            break
-        small = statement.body[0]
-        is_docstring = (
-            i == 0
-            and isinstance(small, cst.Expr)
-            and isinstance(small.value, (cst.SimpleString, cst.ConcatenatedString))
-        )
-        is_future = isinstance(small, cst.ImportFrom) and (
-            small.module is not None and _dotted(small.module) == "__future__"
-        )
-        if not is_docstring and not is_future:
-            break
-        place = i + 1
-    return place
-
-
 def _grouped(
     statement: cst.ImportFrom, module: str, targets: Sequence[Target | None]
 ) -> list[cst.BaseSmallStatement]:
@@ -243,7 +179,7 @@ def _once(
 ) -> list[cst.ImportAlias]:
     seen: dict[str, cst.ImportAlias] = {}
     for alias in names:
-        key = f"{_dotted(alias.name)} {_bound(alias)}"
+        key = f"{dotted_name(alias.name)} {_bound(alias)}"
         seen.setdefault(key, alias)
     kept = list(seen.values())
     last = kept[-1].with_changes(comma=last_comma)
@@ -286,14 +222,6 @@ def _is_known(dotted: str) -> bool:
 
 def _bound(alias: cst.ImportAlias) -> str | None:
     return source_of(alias.asname.name) if alias.asname is not None else None
-
-
-def _root(dotted: str) -> str:
-    return dotted.partition(".")[0]
-
-
-def _dotted(node: cst.CSTNode) -> str:
-    return source_of(node).replace(" ", "")
 
 
 def _expression(dotted: str) -> Any:

@@ -6,17 +6,8 @@ from typing import Any
 import libcst as cst
 from libcst.metadata import ParentNodeProvider, QualifiedNameProvider
 
-from unisono.compat.knowledge import (
-    IMAGES,
-    KEYS,
-    METHODS,
-    MODULES,
-    Change,
-    canonical,
-    change_of,
-    gone_with,
-    today,
-)
+from unisono.compat.knowledge import IMAGES, KEYS, METHODS, MODULES, Change
+from unisono.compat.lookup import canonical, change_of, gone_with, today
 from unisono.migrate.api import is_in_keras
 from unisono.migrate.calls import CALLS, OPTIMIZERS, Caller, translate_method, translate_optimizer
 from unisono.migrate.expressions import expression, literal, source_of, text_like

@@ -9,7 +9,8 @@ from typing import Any
 
 import libcst as cst
 
-from unisono.compat.knowledge import IGNORED_SETTINGS, SETTINGS, change_of
+from unisono.compat.knowledge import IGNORED_SETTINGS, SETTINGS
+from unisono.compat.lookup import change_of
 from unisono.migrate.expressions import bound, call, expression, keyword, literal, source_of
 from unisono.migrate.statements import Step, removed
 
@@ -26,10 +27,11 @@ class Sessions(Step):
         super().__init__()
         self._needed = needed
         self._uses: dict[str, int] = {}
+        self._plans: dict[cst.CSTNode, Any] = {}
+        """What becomes of a statement: a new call, "remove", or a remark in its place."""
 
     def visit_Module(self, node: cst.Module) -> None:
         self._uses = _count_names(node)
-        self._plans: dict[cst.CSTNode, Any] = {}
         self._plan(node.body)
 
     def visit_IndentedBlock(self, node: cst.IndentedBlock) -> None:

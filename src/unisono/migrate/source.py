@@ -6,7 +6,8 @@ import libcst as cst
 from libcst.metadata import MetadataWrapper
 
 from unisono.errors import SourceError
-from unisono.migrate.imports import Imports, add_imports, names_in_use
+from unisono.migrate.additions import add_imports
+from unisono.migrate.imports import Imports, names_in_use
 from unisono.migrate.remarks import Remark, remarks_in
 from unisono.migrate.rewriting import Rewriting
 from unisono.migrate.sessions import Sessions

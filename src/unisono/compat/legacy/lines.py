@@ -4,6 +4,7 @@ The program is whatever is not Keras, TensorFlow or unisono: those see the names
 """
 
 import dis
+import inspect
 import os
 import sys
 from types import FrameType
@@ -48,19 +49,21 @@ def imports_by_name(module: str) -> bool:
     return module in names or (parent in names and name in names)
 
 
-def where() -> str:
-    """The program's line, as messages begin with it."""
+def where(word: str = "") -> str:
+    """The program's line, as messages begin with it; the one with a word, in a `tf.function`."""
     frame = _program_frame()
     if frame is None:
         return "this program"
-    return f"{_shown(frame.f_code.co_filename)}, line {frame.f_lineno}"
+    line = _line_in_graph(frame, word) or frame.f_lineno
+    return f"{_shown(frame.f_code.co_filename)}, line {line}"
 
 
 def announce(old: str, write: str) -> None:
     """Say once what an old name is today."""
     if old not in _announced:
         _announced.add(old)
-        print(f"unisono: {where()}: {old} is old; write {write}", file=sys.stderr, flush=True)
+        place = where(old.rpartition(".")[2])
+        print(f"unisono: {place}: {old} is old; write {write}", file=sys.stderr, flush=True)
 
 
 def refuse(change: Change) -> LegacyError:
@@ -76,6 +79,19 @@ def _program_frame() -> FrameType | None:
     while frame is not None and (_is_library(frame) or _GENERATED in frame.f_code.co_filename):
         frame = frame.f_back
     return frame
+
+
+def _line_in_graph(program: FrameType, word: str) -> int | None:
+    """The line of a function that TensorFlow has rewritten, and that the program calls here."""
+    frame = caller()
+    if frame is None or _GENERATED not in frame.f_code.co_filename:
+        return None
+    function = program.f_globals.get(frame.f_code.co_name.removeprefix("tf__"))
+    try:
+        lines, first = inspect.getsourcelines(getattr(function, "python_function", function))
+    except (OSError, TypeError):
+        return None
+    return next((first + i for i, line in enumerate(lines) if word in line), None)
 
 
 def _is_library(frame: FrameType) -> bool:

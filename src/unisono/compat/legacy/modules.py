@@ -12,8 +12,9 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from unisono.compat.knowledge import MODULES, canonical, gone_with
+from unisono.compat.knowledge import MODULES
 from unisono.compat.legacy.lines import announce, imports_by_name, is_asked_by_program, refuse
+from unisono.compat.lookup import canonical, gone_with
 
 
 def find_old_modules() -> None:
