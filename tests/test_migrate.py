@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import unisono.compat
 from unisono.cli import main
 from unisono.compat import knowledge, lookup
 from unisono.errors import SourceError
@@ -114,6 +115,11 @@ def migrated(text: str) -> str:
         (
             "from keras import backend as K\nK.set_value(model.optimizer.lr, 0.1)\n",
             "from keras import backend as K\nmodel.optimizer.learning_rate.assign(0.1)\n",
+        ),
+        ("import unisono.compat.legacy  # first\nx.reset_states()\n", "# first\nx.reset_state()\n"),
+        (
+            "import unisono.compat.legacy\nprint(unisono.devices())\n",
+            "import unisono\nprint(unisono.devices())\n",
         ),
         (
             "from keras.layers.core import Dense\nfrom keras.engine.topology import Layer\n",
@@ -340,7 +346,11 @@ def test_migrated_code_always_parses_and_a_second_time_changes_nothing(parts, ha
 def _check_imports(code, remarks):
     """Every name that is imported is there, or a remark says that it is not."""
     for node in ast.walk(ast.parse(code)):
-        if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "keras":
+        if isinstance(node, ast.ImportFrom) and node.module == "unisono.compat":
+            assert {alias.name for alias in node.names} <= set(unisono.compat.__all__)
+        if isinstance(node, ast.ImportFrom) and node.module.startswith(
+            ("keras", "tensorflow.keras")
+        ):
             for alias in node.names:
                 dotted = f"{node.module}.{alias.name}"
                 assert is_in_keras(dotted) or any(

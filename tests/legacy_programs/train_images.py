@@ -18,6 +18,7 @@ import random
 
 import matplotlib.pyplot as plt
 import numpy as np
+import tensorflow as tf
 
 # construct the argument parse and parse the arguments
 ap = argparse.ArgumentParser()
@@ -68,7 +69,14 @@ if G <= 1:
     model = build()
 else:
     print("[INFO] training with {} GPUs...".format(G))
-    model = build()
+
+    # we'll store a copy of the model on *every* GPU and then combine
+    # the results from the gradient updates on the CPU
+    with tf.device("/cpu:0"):
+        # initialize the model
+        model = build()
+
+    # make the model parallel
     model = multi_gpu_model(model, gpus=G)
 
 print("[INFO] compiling model...")

@@ -12,6 +12,7 @@ from unisono.migrate.api import is_in_keras
 from unisono.migrate.expressions import dotted_name, source_of
 from unisono.migrate.statements import Step, removed
 
+_LEGACY = "unisono.compat.legacy"
 Target = tuple[str, str, str | None]
 """A module, a name of it, and the name that it is bound to if that is another."""
 
@@ -31,7 +32,7 @@ class Imports(Step):
             if isinstance(small, cst.ImportFrom):
                 body += self._from(small)
             elif isinstance(small, cst.Import):
-                body.append(self._plain(small))
+                body += self._plain(small)
             else:
                 body.append(small)
         if not body:
@@ -46,17 +47,20 @@ class Imports(Step):
             ]
         )
 
-    def _plain(self, statement: cst.Import) -> cst.Import:
+    def _plain(self, statement: cst.Import) -> list[cst.BaseSmallStatement]:
         """`import a.b as c`."""
         names = []
         for alias in statement.names:
+            if dotted_name(alias.name) == _LEGACY and not self._uses("unisono"):
+                continue  # A migrated program has no old names.
             old = dotted_name(alias.name)
             if root(old) in FRAMEWORKS:
                 self._check(old)
             new = _home(old, MODULES.get(canonical(old), canonical(old)))
+            new = new.removesuffix(".compat.legacy") if old == _LEGACY else new
             changed = alias if new == old else alias.with_changes(name=_expression(new))
             names.append(changed)
-        return statement.with_changes(names=_once(names))
+        return [statement.with_changes(names=_once(names))] if names else []
 
     def _from(self, statement: cst.ImportFrom) -> list[cst.BaseSmallStatement]:
         """`from a.b import c`, as one statement for each module that the names are in today."""
