@@ -27,10 +27,10 @@ def migrate_notebook(content: bytes, place: str) -> tuple[bytes, Changes, list[R
     texts = {number: _source(cell, place) for number, cell in cells.items()}
     aside: list[str] = []
     asides = {number: _set_aside(text, aside, place, number) for number, text in texts.items()}
-    new = _split(_migrated(asides), aside, asides)
+    new = _split(_migrated(asides), aside)
     changes, remarks = [], []
     for number, cell in cells.items():
-        before, after = texts[number], new[number]
+        before, after = texts[number], new.get(number, texts[number])
         if after != before:
             changes.append(
                 (f"{place}, cell {number}", before.splitlines(True), after.splitlines(True))
@@ -84,22 +84,24 @@ def _set_aside(text: str, aside: list[str], place: str, number: int) -> str | No
     is_magic = bool(first) and first[0].startswith("%%")
     if is_magic and first[0].split()[0] not in _PYTHON_CELLS:
         return None
-    where = f"{place}, cell {number}"
-    try:
-        check_syntax(text, where)
-        return text
-    except SourceError:
-        lines = []
-        for line in text.split("\n"):
-            if _MAGIC.match(line):
-                indent = line[: len(line) - len(line.lstrip())]
-                lines.append(f"{indent}{_ASIDE}{len(aside)}")
-                aside.append(line)
-            else:
-                lines.append(line)
-        without = "\n".join(lines)
-        check_syntax(without, where)
-        return without
+    lines = text.split("\n")
+    while True:
+        try:
+            check_syntax("\n".join(lines), f"{place}, cell {number}")
+            return "\n".join(lines)
+        except SourceError as error:
+            # Only where Python stumbles: a line of a longer expression may begin with % too.
+            line = _line_of(error)
+            if not 0 <= line < len(lines) or not _MAGIC.match(lines[line]):
+                raise
+            indent = lines[line][: len(lines[line]) - len(lines[line].lstrip())]
+            aside.append(lines[line])
+            lines[line] = f"{indent}{_ASIDE}{len(aside) - 1}"
+
+
+def _line_of(error: SourceError) -> int:
+    cause = error.__cause__
+    return (cause.lineno or 0) - 1 if isinstance(cause, SyntaxError) else -1
 
 
 def _migrated(texts: dict[int, str | None]) -> str:
@@ -109,11 +111,12 @@ def _migrated(texts: dict[int, str | None]) -> str:
     return migrate_source("".join(parts).encode(), "notebook").code.decode()
 
 
-def _split(code: str, aside: Sequence[str], texts: dict[int, str | None]) -> dict[int, str]:
+def _split(code: str, aside: Sequence[str]) -> dict[int, str]:
     """The cells of a migrated program, with what stood aside back in its place."""
     found: dict[int, list[str]] = {}
     number = 0
-    for line in code.split("\n"):
+    # Each cell was given a line end of its own.
+    for line in code.removesuffix("\n").split("\n"):
         stripped = line.strip()
         if stripped.startswith(_CELL):
             number = int(stripped.removeprefix(_CELL))
@@ -122,5 +125,4 @@ def _split(code: str, aside: Sequence[str], texts: dict[int, str | None]) -> dic
             found[number].append(aside[int(stripped.removeprefix(_ASIDE))])
         elif number:
             found[number].append(line)
-    # Each part was given a line end, which the last one shares with the end of the program.
-    return {n: "\n".join(lines).removesuffix("\n") for n, lines in found.items()}
+    return {number: "\n".join(lines) for number, lines in found.items()}

@@ -88,18 +88,22 @@ def _settled(
     carried: list[cst.EmptyLine] = []
     for statement in body:
         if _is_removed(statement):
-            lines = [line for line in statement.leading_lines if line.comment is not None]
-            if lines:
+            if not carried or _has_comment(statement.leading_lines):
                 carried += list(statement.leading_lines)
             if (comment := statement.trailing_whitespace.comment) is not None:
                 carried.append(cst.EmptyLine(comment=comment))
         elif carried and hasattr(statement, "leading_lines"):
-            leading = [*carried, *statement.leading_lines]
+            own = list(statement.leading_lines)
+            leading = [*carried, *own] if _has_comment(carried) else own or carried
             kept.append(statement.with_changes(leading_lines=leading))
             carried = []
         else:
             kept.append(statement)
-    return kept, [*carried, *footer]
+    return kept, [*carried, *footer] if _has_comment(carried) else footer
+
+
+def _has_comment(lines: Sequence[cst.EmptyLine]) -> bool:
+    return any(line.comment is not None for line in lines)
 
 
 def _with_remarks(statement: Any, texts: Sequence[str]) -> Any:
