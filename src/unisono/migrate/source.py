@@ -59,7 +59,18 @@ def translate(module: cst.Module) -> cst.Module:
 
 def _translate_once(module: cst.Module) -> cst.Module:
     needed: set[str] = set()
+    module = _with_header_in_body(module)
     module = MetadataWrapper(module).visit(Sessions(needed))
     module = MetadataWrapper(module).visit(Rewriting(needed))
     module = MetadataWrapper(module).visit(Imports(names_in_use(module)))
     return add_imports(module, needed)
+
+
+def _with_header_in_body(module: cst.Module) -> cst.Module:
+    """The same code, where comments above the first statement belong to it, as to any other."""
+    if not module.header or not module.body:
+        return module
+    first, *others = module.body
+    lines = [*module.header, *first.leading_lines]  # type: ignore[union-attr]
+    first = first.with_changes(leading_lines=lines)  # type: ignore[call-arg]
+    return module.with_changes(header=[], body=[first, *others])
