@@ -65,7 +65,7 @@ def test_the_announcement_on_a_page_is_what_is_printed(folder):
         for block in blocks(ROOT)
         if block.language == "text"
         for line in block.code.splitlines()
-        if re.match(rf"unisono: ({'|'.join(BACKENDS)}),", line)
+        if re.match(rf"unisono: ({'|'.join(BACKENDS)})\b", line)
     ]
     assert shown
     for page, line in shown:
