@@ -95,6 +95,26 @@ def test_nothing_is_patched_where_nobody_asked(tmp_path):
     assert (done.returncode, done.stdout) == (0, "plain\n"), done.stderr
 
 
+SESSION = """
+import unisono.compat.legacy
+import tensorflow as tf
+from keras import backend as K
+config = tf.ConfigProto(device_count={"GPU": 1, "CPU": 3})
+config.gpu_options.allow_growth = True
+K.set_session(tf.Session(config=config))
+from unisono.devices import current_policy
+print(len(tf.config.experimental.list_physical_devices("GPU")), current_policy())
+"""
+
+
+def test_settings_of_a_session_are_put_in_force(tmp_path):
+    pytest.importorskip("tensorflow")
+    done = run("-c", SESSION, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "1 gpus=[0], memory='grow', cpu_threads=3\n"
+    assert "write unisono.configure(gpus=[0], cpu_threads=3, memory='grow')" in done.stderr
+
+
 # -- programs --------------------------------------------------------------------------------------
 
 
