@@ -105,6 +105,12 @@ def migrated(text: str) -> str:
             "import unisono\nimport tensorflow as tf\nunisono.configure(gpus=[0, 1])\n",
         ),
         (
+            "import tensorflow as tf\n"
+            "tf.config.experimental.set_virtual_device_configuration(\n"
+            "    gpus[0], [tf.config.experimental.VirtualDeviceConfiguration(memory_limit=1024)])\n",
+            'import unisono\nimport tensorflow as tf\nunisono.configure(memory="1024MiB")\n',
+        ),
+        (
             "import horovod.tensorflow.keras as hvd\nhvd.init()\n",
             "import unisono.horovod as hvd\nhvd.init()\n",
         ),

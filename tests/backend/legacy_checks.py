@@ -229,6 +229,17 @@ def check_lists_of_gpus():
         assert [cpu.device_type for cpu in names["cpus"]] == ["CPU"]
 
 
+def check_a_gpu_is_not_divided():
+    if HAS_TENSORFLOW:
+        source = (
+            "import tensorflow as tf\n"
+            "gpu = tf.config.experimental.list_physical_devices('GPU')[0]\n"
+            "half = tf.config.experimental.VirtualDeviceConfiguration(memory_limit=1024)\n"
+            "tf.config.experimental.set_virtual_device_configuration(gpu, [half, half])\n"
+        )
+        raises(LegacyError, "old_program.py, line 4 makes 2 devices", lambda: run(source))
+
+
 def check_sessions_are_their_settings():
     if not HAS_TENSORFLOW:
         return

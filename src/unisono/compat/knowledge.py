@@ -172,6 +172,13 @@ CHANGES = (
     Change("tensorflow.config.experimental.set_visible_devices", "unisono.configure(gpus=[...])"),
     Change("tensorflow.config.set_visible_devices", "unisono.configure(gpus=[...])"),
     Change("tensorflow.config.experimental.set_memory_growth", 'unisono.configure(memory="grow")'),
+    *(
+        Change(name, 'unisono.configure(memory="1GiB")')
+        for name in (
+            "tensorflow.config.experimental.set_virtual_device_configuration",
+            "tensorflow.config.set_logical_device_configuration",
+        )
+    ),
     Change("tensorflow.ConfigProto", "unisono.configure(gpus=..., memory=..., cpu_threads=...)"),
     Change("tensorflow.GPUOptions", "unisono.configure(gpus=..., memory=...)"),
     Change("tensorflow.Session", "unisono.configure(gpus=..., memory=..., cpu_threads=...)"),

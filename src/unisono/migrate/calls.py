@@ -208,6 +208,21 @@ def _set_growth(node: cst.Call, caller: Caller) -> Any:
     return call("unisono.configure", keyword("memory", expression(text)))
 
 
+def _divide(node: cst.Call, caller: Caller) -> Any:
+    args = bound(node.args, ("device", "logical_devices"))
+    parts = args.get("logical_devices") or args.get("virtual_devices") if args else None
+    limit = None
+    if parts is not None and isinstance(parts.value, cst.List) and len(parts.value.elements) == 1:
+        part = parts.value.elements[0].value
+        inner = bound(part.args, ("memory_limit",)) if isinstance(part, cst.Call) else None
+        limit = literal(inner["memory_limit"].value) if inner and len(inner) == 1 else None
+    if not isinstance(limit, int):
+        caller.remark('To limit the memory of a GPU write unisono.configure(memory="1GiB").')
+        return node
+    caller.need(_UNISONO)
+    return call("unisono.configure", keyword("memory", expression(f'"{limit}MiB"')))
+
+
 def _set_visible(node: cst.Call, caller: Caller) -> Any:
     args = bound(node.args, ("devices", "device_type"))
     if args is not None and "device_type" in args and literal(args["device_type"].value) != "GPU":
@@ -260,5 +275,7 @@ CALLS: dict[str, Callable[[cst.Call, Caller], Any]] = {
     "tensorflow.config.experimental.set_memory_growth": _set_growth,
     "tensorflow.config.experimental.set_visible_devices": _set_visible,
     "tensorflow.config.set_visible_devices": _set_visible,
+    "tensorflow.config.experimental.set_virtual_device_configuration": _divide,
+    "tensorflow.config.set_logical_device_configuration": _divide,
 }
 """What becomes of a call, by the old name that is called."""

@@ -56,6 +56,25 @@ def set_memory_growth(device: Any, enable: bool) -> None:
     set_limits(memory="grow" if enable else "all")
 
 
+def divide_with(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """`tf.config.set_logical_device_configuration`, by which programs limited a GPU's memory."""
+
+    def divide(device: Any, logical_devices: Sequence[Any]) -> None:
+        if device.device_type != "GPU":
+            plain(device, logical_devices)
+            return
+        limits = [part.memory_limit for part in logical_devices]
+        if len(limits) != 1 or limits[0] is None:
+            raise LegacyError(
+                f"{where()} makes {len(limits)} devices of one GPU, which can't be translated: a "
+                "replica has a GPU of its own. Leave the line out, and rehearse with "
+                f"{SIMULATED_GPUS}=2."
+            )
+        set_limits(memory=f"{limits[0]}MiB")
+
+    return divide
+
+
 def set_limits(**limits: Any) -> None:
     """`configure`, in a process that may have been given its limits when it was started."""
     try:

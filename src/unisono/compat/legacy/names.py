@@ -38,6 +38,10 @@ for _home in ("tensorflow.config.", "tensorflow.config.experimental."):
         f"{_home}set_visible_devices": devices.set_visible_devices_with,
         f"{_home}set_memory_growth": lambda plain: devices.set_memory_growth,
     }
+_PROVIDERS |= {
+    "tensorflow.config.set_logical_device_configuration": devices.divide_with,
+    "tensorflow.config.experimental.set_virtual_device_configuration": devices.divide_with,
+}
 _STILL_THERE = ("tensorflow.config",)
 """Modules whose names are not old; they are answered here because of simulated GPUs."""
 
