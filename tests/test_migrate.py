@@ -107,7 +107,7 @@ def migrated(text: str) -> str:
         (
             "import tensorflow as tf\n"
             "tf.config.experimental.set_virtual_device_configuration(\n"
-            "    gpus[0], [tf.config.experimental.VirtualDeviceConfiguration(memory_limit=1024)])\n",
+            "    g[0], [tf.config.experimental.VirtualDeviceConfiguration(memory_limit=1024)])\n",
             'import unisono\nimport tensorflow as tf\nunisono.configure(memory="1024MiB")\n',
         ),
         (

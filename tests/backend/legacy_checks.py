@@ -7,7 +7,6 @@ import unisono.compat.legacy  # noqa: I001  The first line of an old program.
 
 import importlib
 import json
-import os
 import sys
 import traceback
 import warnings
@@ -17,7 +16,6 @@ import keras
 import numpy as np
 
 import unisono
-from unisono.devices import current_policy
 from unisono.errors import LegacyError, LegacyImportError
 
 FOLDER = Path(sys.argv[1])
@@ -318,18 +316,6 @@ def check_libraries_see_plain_names():
         names = {"__name__": "tensorflow.some_part"}
         exec("import tensorflow as tf\nfound = tf.distribute.MirroredStrategy\n", names)
         assert not issubclass(names["found"], unisono.Strategy)
-
-
-def check_choosing_gpus_is_configuring():
-    """The last one: it changes what this process sees."""
-    if HAS_TENSORFLOW and keras.backend.backend() != "tensorflow":
-        run(
-            "import tensorflow as tf\n"
-            "gpus = tf.config.experimental.list_physical_devices('GPU')\n"
-            "tf.config.experimental.set_visible_devices(gpus[1], 'GPU')\n"
-        )
-        assert current_policy().gpus == (1,)
-        assert os.environ["UNISONO_SIMULATED_GPUS"] == "1"
 
 
 def main():

@@ -95,24 +95,40 @@ def test_nothing_is_patched_where_nobody_asked(tmp_path):
     assert (done.returncode, done.stdout) == (0, "plain\n"), done.stderr
 
 
-SESSION = """
+CHOICE = """
 import unisono.compat.legacy
 import tensorflow as tf
 from keras import backend as K
-config = tf.ConfigProto(device_count={"GPU": 1, "CPU": 3})
-config.gpu_options.allow_growth = True
-K.set_session(tf.Session(config=config))
+{lines}
 from unisono.devices import current_policy
 print(len(tf.config.experimental.list_physical_devices("GPU")), current_policy())
 """
+SESSION = """
+config = tf.ConfigProto(device_count={"GPU": 1, "CPU": 3})
+config.gpu_options.allow_growth = True
+K.set_session(tf.Session(config=config))
+"""
+CALLS = """
+gpus = tf.config.experimental.list_physical_devices("GPU")
+tf.config.experimental.set_visible_devices(gpus[1], "GPU")
+tf.config.experimental.set_memory_growth(gpus[1], True)
+"""
 
 
-def test_settings_of_a_session_are_put_in_force(tmp_path):
+@pytest.mark.parametrize(
+    ("lines", "policy"),
+    [
+        (SESSION, "gpus=[0], memory='grow', cpu_threads=3"),
+        pytest.param(CALLS, "gpus=[1], memory='grow'", marks=pytest.mark.slow),
+    ],
+    ids=["session", "calls"],
+)
+def test_choices_of_devices_are_put_in_force(tmp_path, lines, policy):
     pytest.importorskip("tensorflow")
-    done = run("-c", SESSION, folder=tmp_path)
+    done = run("-c", CHOICE.format(lines=lines), folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "1 gpus=[0], memory='grow', cpu_threads=3\n"
-    assert "write unisono.configure(gpus=[0], cpu_threads=3, memory='grow')" in done.stderr
+    assert done.stdout == f"1 {policy}\n"
+    assert "write unisono.configure(" in done.stderr
 
 
 # -- programs --------------------------------------------------------------------------------------
