@@ -7,6 +7,7 @@ import unisono.compat.legacy  # noqa: I001  The first line of an old program.
 
 import importlib
 import json
+import pickle
 import sys
 import traceback
 import warnings
@@ -183,6 +184,7 @@ def check_keys_of_logs_and_histories():
     checkpoint = keras.callbacks.ModelCheckpoint(path, monitor="val_acc", save_weights_only=True)
     history = model.fit(X, Y, validation_data=(X, Y), callbacks=[Old(), checkpoint], verbose=0)
     assert history.history["acc"] == history.history["accuracy"] == [seen[0][0]]
+    assert type(pickle.loads(pickle.dumps(history.history))) is dict
     assert history.history["val_acc"] == history.history["val_accuracy"] == [seen[0][1]]
     assert list(FOLDER.glob("w-1-0.*.weights.h5"))
 

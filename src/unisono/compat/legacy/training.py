@@ -37,6 +37,9 @@ class OldKeys(dict[str, Any]):
             announce(f'history["{key}"]', f'history["{KEYS[key]}"]')
         return super().__getitem__(key)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)  # Programs keep histories in files.
+
 
 def patch(keras: Any) -> None:
     model = keras.Model
