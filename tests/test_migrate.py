@@ -335,7 +335,7 @@ def uses(draw):
 
 
 @given(st.lists(st.tuples(imports(), uses()), min_size=1, max_size=4), st.booleans())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_migrated_code_always_parses_and_a_second_time_changes_nothing(parts, has_docstring):
     text = '"""Doc."""\n' * has_docstring
     text += "".join(line for (line, _), _ in parts)
