@@ -155,6 +155,29 @@ def test_processes_of_multiprocessing_find_the_program(run, tmp_path):
     assert (code, out, err) == (0, "[2, 4]\n", "")
 
 
+ASK = """
+import os, sys
+print('unisono.compat.legacy' in sys.modules, 'UNISONO_LEGACY' in os.environ)
+"""
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("is_legacy", [True, False])
+def test_old_names_are_for_processes_that_are_to_have_them(run, tmp_path, replicas, is_legacy):
+    script = tmp_path / "ask.py"
+    child = f"import subprocess\nsubprocess.run([sys.executable, '-c', {ASK!r}])\n"
+    script.write_text(ASK + child)
+    options = ["--legacy"] if is_legacy else []
+    code, out, err = run(
+        *("--replicas", replicas, "--show", "all", *options, script),
+        UNISONO_LEGACY="" if is_legacy else "1",
+    ).wait()
+    assert (code, err) == (0, "")
+    lines = sorted(line.removeprefix("[rank 1] ") for line in out.splitlines())
+    # What a process starts has not asked for it.
+    assert lines == sorted([f"{is_legacy} False", "False False"] * replicas)
+
+
 def test_several_runs_at_once(run, tmp_path):
     runs = []
     for i in range(3):
@@ -475,5 +498,14 @@ def test_other_hosts_are_not_logged_in_to(run):
 def test_help_names_every_option(run):
     code, out, _ = run("--help").wait()
     assert code == 0
-    for option in ("--replicas", "--gpus", "-np", "-H", "--nodes", "--log-dir", "--timeout"):
+    for option in (
+        "--replicas",
+        "--gpus",
+        "--legacy",
+        "-np",
+        "-H",
+        "--nodes",
+        "--log-dir",
+        "--timeout",
+    ):
         assert option in out

@@ -44,6 +44,9 @@ def add_to(commands: Any) -> None:
     _add_devices(parser.add_argument_group("processes of this node"))
     _add_nodes(parser.add_argument_group("several nodes"))
     _add_output(parser.add_argument_group("output and time"))
+    parser.add_argument(
+        "--legacy", action="store_true", help="make names work that Keras and TensorFlow removed"
+    )
     parser.add_argument("-m", dest="is_module", action="store_true", help="run a module")
     # One argument for both: of a script by itself, argparse would take a `--` that follows.
     parser.add_argument(
@@ -100,6 +103,7 @@ def request_of(options: argparse.Namespace, step: Step | None = None) -> Request
         world_size=options.np,
         log_folder=options.log_dir,
         is_all_shown=options.show == "all",
+        is_legacy=options.legacy,
         timeout_s=options.timeout,
         start_timeout_s=options.start_timeout,
     )
