@@ -1,7 +1,7 @@
 """Statements that are taken out, and comments that are put in: what every step here shares."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import libcst as cst
 from libcst.metadata import QualifiedNameProvider, QualifiedNameSource
@@ -14,7 +14,7 @@ _REMOVED = "unisono_removed"
 class Step(cst.CSTTransformer):
     """A step of the migration, which may leave remarks above the statement that it is at."""
 
-    METADATA_DEPENDENCIES: tuple[Any, ...] = (QualifiedNameProvider,)
+    METADATA_DEPENDENCIES: ClassVar[tuple[Any, ...]] = (QualifiedNameProvider,)
 
     def __init__(self) -> None:
         super().__init__()
