@@ -23,8 +23,13 @@ def on_one_device(num_rows, **options):
     return LOOP(None, num_rows, **options)
 
 
+# TensorFlow traces these for half a minute.
+LONG_ON_TENSORFLOW = [pytest.mark.slow] if BACKEND == "tensorflow" else []
+LONG = [pytest.param(3, 50, marks=LONG_ON_TENSORFLOW), pytest.param(4, 33, marks=LONG_ON_TENSORFLOW)]
+
+
 @on_one_process
-@pytest.mark.parametrize(("replicas", "num_rows"), [(2, 50), (2, 33), (3, 50), (4, 33), (1, 33)])
+@pytest.mark.parametrize(("replicas", "num_rows"), [(2, 50), (2, 33), *LONG, (1, 33)])
 def test_the_loop_agrees_with_one_device(replicas, num_rows):
     found = LOOP(unisono.Strategy(replicas=replicas), num_rows)
     assert apart(on_one_device(num_rows), found) <= TOLERANCE
