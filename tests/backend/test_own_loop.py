@@ -25,7 +25,10 @@ def on_one_device(num_rows, **options):
 
 # TensorFlow traces these for half a minute.
 LONG_ON_TENSORFLOW = [pytest.mark.slow] if BACKEND == "tensorflow" else []
-LONG = [pytest.param(3, 50, marks=LONG_ON_TENSORFLOW), pytest.param(4, 33, marks=LONG_ON_TENSORFLOW)]
+LONG = [
+    pytest.param(3, 50, marks=LONG_ON_TENSORFLOW),
+    pytest.param(4, 33, marks=LONG_ON_TENSORFLOW),
+]
 
 
 @on_one_process

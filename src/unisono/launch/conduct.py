@@ -12,7 +12,7 @@ from typing import Any
 from unisono.launch.failure import Failure, Outcome, describe, ended_well, first_of, signal_name
 from unisono.launch.meeting import Meeting
 from unisono.launch.nodes import Peer, Peers
-from unisono.launch.watch import AFTERMATH_S, BEAT_S, Watch
+from unisono.launch.watch import AFTERMATH_S, BEAT_S, ECHO_S, Watch
 
 _STACKS_S = 3.0
 _END_S = 5.0
@@ -59,8 +59,9 @@ class Conductor:
                 self._note(Failure("interrupt", cause, 128 + number, host=self._watch.host))
                 return self._end(number)
             if self._failures:
-                is_known = first_of(self._failures).kind == "stall"
-                if is_known or time.monotonic() > self._first_seen + AFTERMATH_S:
+                kind = first_of(self._failures).kind
+                patience_s = ECHO_S if kind == "echo" else AFTERMATH_S
+                if kind == "stall" or time.monotonic() > self._first_seen + patience_s:
                     return self._end(signal.SIGTERM)
             elif self._watch.is_done and self._done == {peer.hello.node for peer in self._peers}:
                 self._has_made_room |= self._watch.has_made_room

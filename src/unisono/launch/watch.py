@@ -24,6 +24,8 @@ BEAT_S = 1.0
 MOST_SILENCE_S = 30.0
 AFTERMATH_S = 0.3
 """How long other failures are waited for after the first that is seen, to find the cause."""
+ECHO_S = 2.0
+"""The same while only echoes were seen: a process that is gone for others may still be ending."""
 
 _OUTPUT_S = 0.05  # What a process printed before it failed is still on its way.
 _TERM_S = 2.0  # A process of JAX does not end when it is asked to.
@@ -41,6 +43,7 @@ class Watch:
         """How long another node may say nothing."""
         self._memory_kills = num_memory_kills()
         self._failed: set[int] = set()
+        self._is_one_missed = False
         self._last_look = time.monotonic()
         self.pardon_until = 0.0
         """Until then nobody is blamed for being late: this process was stopped itself."""
@@ -57,7 +60,8 @@ class Watch:
         found = [self._failure(rank) for rank in self.ranks if self._has_failed(rank)]
         if found:
             time.sleep(_OUTPUT_S)
-        if any(failure.kind == "echo" for failure in found):
+        self._is_one_missed |= any(failure.kind == "echo" for failure in found)
+        if self._is_one_missed:
             found = [*map(self._failure, filter(self._has_vanished, self.ranks)), *found]
         return found
 
