@@ -160,6 +160,17 @@ def test_a_really_full_disk(tmp_path):
         write(tmp_path / "x", lambda draft: Path("/dev/full").write_text("much"))
 
 
+def test_a_program_without_a_file_has_no_processes(plain_python, tmp_path):
+    script = (
+        "from unisono.training import begin; import os; os.chdir(os.environ['FOLDER'])\n"
+        "begin(epochs=1, batch_per_replica=1, learning_rate=0.1)"
+    )
+    here = {"FOLDER": str(tmp_path), "KERAS_BACKEND": os.environ["KERAS_BACKEND"]}
+    done = plain_python(["-c", script, "--replicas", "2", "--data", "synthetic"], **here)
+    assert done.returncode == 1
+    assert done.stderr.startswith("training: Asked for replicas in processes of their own")
+
+
 def test_begin_here(tmp_path):
     words = ["--output", str(tmp_path), "--data", "synthetic", "--epochs", "4"]
     run = begin(**DEFAULTS, name="x", arguments=words)

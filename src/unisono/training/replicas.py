@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from unisono.devices import Placement, choose, num_gpus, select
+from unisono.errors import SettingError
 from unisono.launch.failure import Failure
 from unisono.launch.start import Request, perform
 from unisono.training.settings import Settings
@@ -53,20 +54,27 @@ def _has_spoken(failure: Failure | None) -> bool:
 
 def own_program() -> list[str]:
     """How this program was started: by its file, or `-m` and the module."""
-    spec = sys.modules["__main__"].__spec__
-    if spec is None:
-        return [os.path.abspath(sys.argv[0])]
-    return ["-m", spec.name.removesuffix(".__main__")]
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is not None:
+        return ["-m", spec.name.removesuffix(".__main__")]
+    if not os.path.exists(sys.argv[0]):
+        raise SettingError(
+            "Asked for replicas in processes of their own, which run the file of this program; it "
+            "has none. Save it to a file, or give begin its arguments=[...] to stay in one process."
+        )
+    return [os.path.abspath(sys.argv[0])]
 
 
 def own_command() -> str | None:
     """How a user starts this program, if not by its file."""
-    module = own_program()[1:]
-    folder, _, name = module[0].rpartition(".") if module else ("", "", "")
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    folder, _, name = spec.name.rpartition(".") if spec is not None else ("", "", "")
     return f"unisono train {name}" if folder == "unisono.recipes" else None
 
 
 def own_name() -> str:
     """What this program is called."""
-    program = own_program()
-    return program[1].rpartition(".")[2] if program[0] == "-m" else Path(program[0]).stem
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is not None:
+        return str(spec.name).removesuffix(".__main__").rpartition(".")[2]
+    return Path(sys.argv[0]).stem if os.path.isfile(sys.argv[0]) else "training"
