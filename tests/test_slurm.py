@@ -120,6 +120,7 @@ def test_a_sweep_is_an_array_of_jobs(cluster, tmp_path, write):
     assert f"{job}_0 to {job}_1" in whole.stderr
     rows = cluster.unisono("jobs", cwd=tmp_path).stdout.splitlines()[-2:]
     assert [row.split()[0] for row in rows] == [f"{job}_0", f"{job}_1"]
+    assert rows[0].endswith("script.py first --rate=0.1 --depth=2")
 
 
 def test_cancelling(cluster, tmp_path, write):

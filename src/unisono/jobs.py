@@ -61,8 +61,8 @@ def show_logs(options: argparse.Namespace) -> int:
     if not any(tail.path.exists() for tail in tails):
         (status,) = _of_task(find_out(record, records), task)[:1]
         raise SlurmError(
-            f"Job {task} is {status.state}, and has written nothing to "
-            f"{' or '.join(str(tail.path) for tail in tails)} yet. "
+            f"Job {task} is {status.state}, and there is no "
+            f"{' or '.join(str(tail.path) for tail in tails)}. "
             + _what_to_do(status, record, options.rank)
         )
     return 0
@@ -104,7 +104,7 @@ def _of_task(found: list[Status], task: str) -> list[Status]:
 
 
 def _rows(record: Record, found: list[Status]) -> list[tuple[str, ...]]:
-    program = shlex.join(record.program)
+    values = dict(zip(record.tasks, record.sweep, strict=False))
     gpus = f" x {record.gpus_per_node} GPUs" if record.gpus_per_node else ""
     return [
         (
@@ -115,7 +115,7 @@ def _rows(record: Record, found: list[Status]) -> list[tuple[str, ...]]:
             status.elapsed,
             f"{record.num_nodes}{gpus}",
             status.where,
-            program,
+            shlex.join([*record.program, *values.get(status.job, ())]),
         )
         for status in found
     ]

@@ -183,6 +183,7 @@ def _submit(job: Job, name: str, records: Records) -> Record:
         gpus_per_node=job.gpus_per_node,
         outputs=_outputs(job, number),
         is_array=bool(job.sweep),
+        sweep=job.sweep,
     )
     records.keep(draft, record)
     return record

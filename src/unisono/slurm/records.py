@@ -40,6 +40,8 @@ class Record:
     outputs: tuple[tuple[str, str], ...]
     """The files of stdout and stderr, of each task of an array."""
     is_array: bool = False
+    sweep: tuple[tuple[str, ...], ...] = ()
+    """What each task of an array adds to the program's words."""
     ended: tuple[dict[str, Any], ...] = ()
     """How it ended, once that is known."""
 
@@ -152,5 +154,5 @@ def outcome_of(record: Record) -> list[Status]:
 def _read(path: Path) -> Record:
     told = json.loads(path.read_text())
     told |= {key: tuple(told[key]) for key in ("program", "ended")}
-    told["outputs"] = tuple(map(tuple, told["outputs"]))
+    told |= {key: tuple(map(tuple, told[key])) for key in ("outputs", "sweep")}
     return Record(**told)
