@@ -182,7 +182,17 @@ def check_keys_of_logs_and_histories():
     model.compile("sgd", "sparse_categorical_crossentropy", metrics=["accuracy"])
     path = str(FOLDER / "w-{epoch}-{val_acc:.2f}.weights.h5")
     checkpoint = keras.callbacks.ModelCheckpoint(path, monitor="val_acc", save_weights_only=True)
-    history = model.fit(X, Y, validation_data=(X, Y), callbacks=[Old(), checkpoint], verbose=0)
+    stop = keras.callbacks.EarlyStopping(monitor="val_acc", patience=3)
+    plateau = keras.callbacks.ReduceLROnPlateau(monitor="acc", mode="min")
+    watching = [Old(), checkpoint, stop, plateau]
+    history = model.fit(X, Y, validation_data=(X, Y), callbacks=watching, verbose=0)
+    # As in Keras 2: more accuracy is better, unless the program says otherwise.
+    assert [each.mode for each in watching[1:]] == ["max", "max", "min"]
+    lines = []
+    show = keras.callbacks.LambdaCallback(on_epoch_end=lambda e, logs: lines.append(logs["acc"]))
+    for _ in range(2):  # A callback that is used again is not changed again.
+        model.fit(X, Y, callbacks=[show], verbose=0)
+    assert len(lines) == 2
     assert history.history["acc"] == history.history["accuracy"] == [seen[0][0]]
     assert type(pickle.loads(pickle.dumps(history.history))) is dict
     assert history.history["val_acc"] == history.history["val_accuracy"] == [seen[0][1]]
@@ -284,6 +294,11 @@ def check_what_cannot_be_translated_says_so():
             "import tensorflow as tf\nif not hasattr(tf, 'placeholder'):\n    tf.placeholder(1)\n"
         )
         raises(LegacyError, "old_program.py, line 3", lambda: run(source))
+        both = "from tensorflow.python import keras\n"
+        raises(LegacyImportError, "old_program.py, line 1", lambda: run(both))
+        library = {"__name__": "tensorflow.some_part"}
+        exec("from tensorflow.python.keras.layers import Dense\n", library)
+        assert library["Dense"] is not keras.layers.Dense
         raises(LegacyError, "tf.contrib left", lambda: run("import tensorflow.contrib.slim\n"))
 
 

@@ -62,6 +62,7 @@ def test_each_translation_is_announced_once_with_its_line(report):
         "unisono: old_program.py, line 2: keras.utils.multi_gpu_model is old; write " in report[1]
     )
     expected = {"lr=", "decay=", "optimizer.lr", "model.fit_generator", 'history["acc"]'}
+    expected |= {'logs["acc"]', 'logs["val_acc"]', 'monitor="val_acc"', '"{val_acc}" in filepath'}
     assert expected <= set(olds)
 
 
@@ -82,6 +83,7 @@ for owner, name in ((keras.Model, "fit_generator"), (keras.Metric, "reset_states
     assert not hasattr(owner, name), name
 assert "unisono.compat.legacy" not in sys.modules
 assert not any("legacy" in type(finder).__module__ for finder in sys.meta_path)
+assert type(__import__).__name__ == "builtin_function_or_method"
 try:
     import horovod
 except ImportError:
@@ -136,8 +138,14 @@ def test_choices_of_devices_are_put_in_force(tmp_path, lines, policy):
 
 def weights(path: Path) -> list[np.ndarray]:
     found: list[np.ndarray] = []
+
+    def keep(name: str, item: h5py.Group | h5py.Dataset) -> None:
+        # Whatever is returned but None would end the visit.
+        if isinstance(item, h5py.Dataset):
+            found.append(item[()])
+
     with h5py.File(path) as file:
-        file.visititems(lambda _, item: isinstance(item, h5py.Dataset) and found.append(item[()]))
+        file.visititems(keep)
     return found
 
 

@@ -95,6 +95,11 @@ def _line_in_graph(program: FrameType, word: str) -> int | None:
     return next((first + i for i, line in enumerate(lines) if word in line), None)
 
 
+def is_from_library(function: Any) -> bool:
+    """Whether a function is Keras' or its like, and not the program's."""
+    return str(getattr(function, "__module__", "")).partition(".")[0] in _LIBRARIES
+
+
 def _is_library(frame: FrameType) -> bool:
     return _module(frame).partition(".")[0] in _LIBRARIES
 

@@ -3,39 +3,54 @@
 Horovod's are found only where Horovod itself is not installed.
 """
 
+import builtins
+import functools
 import importlib
 import importlib.abc
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from unisono.compat.knowledge import MODULES
+from unisono.compat.knowledge import CHANGES, MODULES
 from unisono.compat.legacy.lines import announce, imports_by_name, is_asked_by_program, refuse
 from unisono.compat.lookup import canonical, gone_with
+
+_ROOTS_OF_GONE = tuple({change.old.partition(".")[0] for change in CHANGES if change.why})
 
 
 def find_old_modules() -> None:
     """Let old modules be imported from now on; calling it again changes nothing."""
     if not any(isinstance(finder, _OldModules) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _GoneModules())
         sys.meta_path.append(_OldModules())  # Asked last: what is there is found as ever.
+        builtins.__import__ = _stopping_at_gone_modules(builtins.__import__)
 
 
-class _GoneModules(importlib.abc.MetaPathFinder):
-    """Stops a program at modules that nothing takes the place of."""
+def _stopping_at_gone_modules(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """`import`, which stops a program at modules that nothing takes the place of.
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        change = gone_with(fullname)
-        if change is None or not is_asked_by_program():
-            return None
-        if fullname.startswith("horovod") and is_installed("horovod"):
-            return None
-        raise refuse(change)
+    A finder would not do: TensorFlow itself has imported its private copy of Keras, and what is
+    imported already is not looked for.
+    """
+
+    @functools.wraps(plain)
+    def find(
+        name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0
+    ) -> Any:
+        if level == 0 and name.startswith(_ROOTS_OF_GONE):
+            for dotted in (name, *(f"{name}.{each}" for each in fromlist or ())):
+                change = gone_with(dotted)
+                if change is not None and is_asked_by_program() and not _is_there(dotted):
+                    raise refuse(change)
+        return plain(name, globals, locals, fromlist, level)
+
+    return find
+
+
+def _is_there(dotted: str) -> bool:
+    return dotted.startswith("horovod") and is_installed("horovod")
 
 
 class _OldModules(importlib.abc.MetaPathFinder):

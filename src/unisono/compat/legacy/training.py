@@ -1,19 +1,16 @@
-"""Training as Keras 2 spelled it: generators, how they are loaded, keys of logs, metrics."""
+"""Training as Keras 2 spelled it: generators, how they are loaded, metrics, losses."""
 
 import ast
 import functools
 from collections.abc import Callable
 from typing import Any
 
-from unisono.compat.knowledge import KEYS, LOADING, METHODS, Method
-from unisono.compat.legacy.lines import announce, is_asked_by_program
+from unisono.compat.knowledge import LOADING, METHODS, Method
+from unisono.compat.legacy import keys
+from unisono.compat.legacy.lines import announce
 from unisono.launch.world import current_world
 
 _METHODS = {method.old: method for method in METHODS}
-_WITH_LOGS = (
-    *("on_epoch_end", "on_batch_end", "on_train_batch_end", "on_test_batch_end"),
-    *("on_train_end", "on_test_end"),
-)
 
 
 class Reduction:
@@ -29,18 +26,6 @@ class Reduction:
         return cls.AUTO, cls.NONE, cls.SUM, cls.SUM_OVER_BATCH_SIZE
 
 
-class OldKeys(dict[str, Any]):
-    """A history that says what the keys which a program reads are called today."""
-
-    def __getitem__(self, key: str) -> Any:
-        if key in KEYS and KEYS[key] in self and is_asked_by_program():
-            announce(f'history["{key}"]', f'history["{KEYS[key]}"]')
-        return super().__getitem__(key)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)  # Programs keep histories in files.
-
-
 def patch(keras: Any) -> None:
     model = keras.Model
     if "fit_generator" in vars(model):
@@ -53,15 +38,7 @@ def patch(keras: Any) -> None:
     model.predict_classes = _predict_classes
     model.reset_states = _reset_layers
     keras.metrics.Metric.reset_states = _renamed("reset_states", "metric.")
-    _add_old_keys(keras)
-
-
-def with_old_keys(logs: Any) -> Any:
-    """Logs with the keys of Keras 2 beside today's."""
-    if not logs:
-        return logs
-    old = {key: logs[new] for key, new in KEYS.items() if new in logs and key not in logs}
-    return {**logs, **old}
+    keys.patch(keras)
 
 
 def _with_generator(method: Method) -> Callable[..., Any]:
@@ -125,37 +102,3 @@ def _reset_layers(self: Any) -> None:
     for layer in self.layers:
         if getattr(layer, "stateful", False) and hasattr(layer, "reset_state"):
             layer.reset_state()
-
-
-def _add_old_keys(keras: Any) -> None:
-    callbacks = keras.callbacks
-    for name in _WITH_LOGS:
-        _change_logs(callbacks.CallbackList, name, with_old_keys)
-        # A progress bar shows each metric once.
-        _change_logs(callbacks.ProgbarLogger, name, _without_old_keys)
-    begin = callbacks.History.on_train_begin
-
-    def on_train_begin(self: Any, logs: Any = None) -> None:
-        begin(self, logs)
-        self.history = OldKeys(self.history)
-
-    callbacks.History.on_train_begin = on_train_begin
-
-
-def _without_old_keys(logs: Any) -> Any:
-    old = {key for key, new in KEYS.items() if logs and key in logs and new in logs}
-    return {key: value for key, value in logs.items() if key not in old} if old else logs
-
-
-def _change_logs(owner: Any, name: str, change: Callable[[Any], Any]) -> None:
-    plain = getattr(owner, name)
-
-    @functools.wraps(plain)
-    def call(self: Any, *args: Any, logs: Any = None) -> Any:
-        # The logs are the last parameter: after the epoch or the batch, if there is one.
-        has_number = not name.endswith(("train_end", "test_end"))
-        if len(args) > has_number:
-            *args, logs = args  # type: ignore[assignment]
-        return plain(self, *args, change(logs))
-
-    setattr(owner, name, call)
