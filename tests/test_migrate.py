@@ -82,6 +82,26 @@ def migrated(text: str) -> str:
         ('H = h.history\nplot(H["acc"])\n', 'H = h.history\nplot(H["accuracy"])\n'),
         ("model.compile('sgd', metrics=['acc'])\n", "model.compile('sgd', metrics=['accuracy'])\n"),
         ('EarlyStopping(monitor="val_acc")\n', 'EarlyStopping(monitor="val_accuracy")\n'),
+        ("EarlyStopping('acc', patience=2)\n", "EarlyStopping('accuracy', patience=2)\n"),
+        (
+            "keras.callbacks.ModelCheckpoint(p, 'val_acc')\n",
+            "keras.callbacks.ModelCheckpoint(p, 'val_accuracy')\n",
+        ),
+        ("m.compile(o, 'mse', ['acc', f])\n", "m.compile(o, 'mse', ['accuracy', f])\n"),
+        (
+            "METRICS = ['acc']\nm.compile(o, metrics=METRICS)\n",
+            "METRICS = ['accuracy']\nm.compile(o, metrics=METRICS)\n",
+        ),
+        (
+            "m.compile(o, metrics={'a': ['acc'], 'b': 'acc'})\n",
+            "m.compile(o, metrics={'a': ['accuracy'], 'b': 'accuracy'})\n",
+        ),
+        (
+            "try: from keras.utils import multi_gpu_model\nexcept ImportError: pass\n"
+            "if 1: from keras.utils.np_utils import to_categorical; x = 1\n",
+            "try: pass\nexcept ImportError: pass\n"
+            "if 1: from keras.utils import to_categorical; x = 1\n",
+        ),
         (
             'ModelCheckpoint("w-{epoch}-{val_acc:.2f}.h5")\n',
             'ModelCheckpoint("w-{epoch}-{val_accuracy:.2f}.h5")\n',
@@ -154,6 +174,7 @@ def test_what_becomes_of_old_code(old, new):
         "batch_size = 64 * G\n",
         "import keras\nmodel.fit(x, y, batch_size=64 * G)\nkeras.optimizers.Adam(1e-3)\n",
         'row["acc"] = 1\nlabels = ["acc", "val_acc"]\n',
+        'for key in ["loss"]:\n    print(H.history[key])\n',
         "from tensorflow.keras.preprocessing.image import ImageDataGenerator\n",
         "import unisono\nmodel = unisono.parallel(model)\n",
         "def multi_gpu_model(m, gpus):\n    return m\nmulti_gpu_model(a, gpus=2)\n",
@@ -163,6 +184,17 @@ def test_what_becomes_of_old_code(old, new):
 )
 def test_what_is_not_old_stays(program):
     assert migrated(program) == program
+
+
+def test_a_long_sum_is_read():
+    text = "'a'" + " + 'a'" * 300
+    assert migrated(f"metric.reset_states({text})\n") == f"metric.reset_state({text})\n"
+
+
+def test_lines_are_counted_as_python_does():
+    done = migrate_source(b"\x0cimport tensorflow as tf\n\x0c\ntf.placeholder(1)\n", "old.py")
+    number = done.code.decode().split("\n").index("tf.placeholder(1)") + 1
+    assert [remark.place for remark in done.remarks] == [f"line {number}"]
 
 
 def test_comments_and_formatting_stay():
@@ -243,6 +275,9 @@ def test_settings_of_sessions(old, new):
         "from keras.utils import multi_gpu_modle\n",
         "from keras import backend as K\nK.mean(x)\n",
         "model.fit_generator(*args)\n",
+        "for key in ['acc', 'loss']:\n    print(H.history[key])\n",
+        "from keras.utils import *\nm = multi_gpu_model(m, 2)\n",
+        "from keras.optimizers import Adam\nAdam(lr=1, **rest)\n",
         "model.fit_generator(data, workers=8)\n",
         "model.reset_states()\n",
         "import horovod.torch as hvd\n",
@@ -459,6 +494,9 @@ def test_what_needs_a_person_is_listed_with_lines(tmp_path, capsys):
         ("\x00\x01", "is not Python"),
         (b"\xff\xfe\x00x", "is not Python"),
         ("To whom it may concern,\n", "line 1 is not Python"),
+        ("# coding: nosuch\n", "is not Python: unknown encoding: nosuch"),
+        ("x = a" + ".b" * 20_000 + "\n", "nested too deeply"),
+        ("x = " + "(" * 5_000, "is not Python"),
     ],
 )
 @pytest.mark.parametrize("option", ["--diff", "--write"])
@@ -562,6 +600,32 @@ def test_a_notebook_is_migrated_as_one_program(as_text):
     assert migrate_notebook(after, "new.ipynb")[0] == after
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "# unisono 0 cell 2",
+        "pass  # unisono 0 aside 7",
+        "'''\n# unisono 0 cell 9\n'''",
+        "!pip install \\\n    keras \\\n    numpy",
+        "%%notfirst",
+        "x = 'a\u2028b'",
+    ],
+)
+def test_cells_with_anything_in_them(line):
+    before = notebook(f"from keras.optimizers import sgd\n{line}\nsgd(lr=0.1)", "y = 1", "%x")
+    after, _, _ = migrate_notebook(before, "old.ipynb")
+    new = f"from keras.optimizers import SGD\n{line}\nSGD(learning_rate=0.1)"
+    assert sources(after) == [new, "y = 1", "%x"]
+    assert migrate_notebook(after, "new.ipynb")[0] == after
+
+
+def test_half_a_character_in_a_notebook():
+    before = notebook("metric.reset_states()").replace(b"h\xc3\xa9", b"\\ud800")
+    after, _, _ = migrate_notebook(before, "old.ipynb")
+    assert sources(after) == ["metric.reset_state()"]
+    assert json.loads(after)["cells"][1]["outputs"] == json.loads(before)["cells"][1]["outputs"]
+
+
 def test_remarks_of_a_notebook_name_the_cell(tmp_path, capsys):
     path = tmp_path / "old.ipynb"
     path.write_bytes(notebook("import tensorflow as tf", "x = 1\ny = tf.placeholder(tf.float32)"))
@@ -587,6 +651,7 @@ def test_a_notebook_with_nothing_old_is_not_touched(tmp_path):
         (b'{"worksheets": []}', "format 4"),
         (b"\xff\xff", "broken JSON"),
         (b'{"cells": [{"cell_type": "code", "source": 3}]}', "no text"),
+        (b"[" * 100_000, "nested too deeply"),
     ],
 )
 def test_broken_notebooks(tmp_path, capsys, content, said):

@@ -44,8 +44,10 @@ def translate_optimizer(node: cst.Call, caller: Caller) -> cst.Call:
     """`lr=` and `decay=`; the latter as a schedule, which computes the same."""
     *_, kind = canonical(caller.dotted).removeprefix(OPTIMIZERS).split(".")
     args = bound(node.args, ("learning_rate", *(f"#{i}" for i in range(1, 9))))
-    is_old = args is not None and bool({"lr", "decay"} & set(args))
-    if args is None or not is_old or not kind[:1].isalpha() or "schedules" in caller.dotted:
+    if args is None:
+        return _with_unknown(node, caller)
+    is_old = bool({"lr", "decay"} & set(args))
+    if not is_old or not kind[:1].isalpha() or "schedules" in caller.dotted:
         return node
     rate, decay = args.get("lr") or args.get("learning_rate"), args.get("decay")
     value = rate.value if rate is not None else expression(_DEFAULT_RATE.get(kind, "0.001"))
@@ -63,6 +65,17 @@ def translate_optimizer(node: cst.Call, caller: Caller) -> cst.Call:
     return _with_args(
         node, [new.with_changes(comma=arg.comma) if arg is place else arg for arg in kept]
     )
+
+
+def _with_unknown(node: cst.Call, caller: Caller) -> cst.Call:
+    """A call with `*rest` or `**rest`, of whose arguments only some can be read."""
+    names = {arg.keyword.value for arg in node.args if arg.keyword is not None}
+    if {"lr", "decay"} & names:
+        caller.remark(
+            "lr= is learning_rate= in Keras 3, and decay= a schedule: "
+            "keras.optimizers.schedules.InverseTimeDecay(lr, decay_steps=1, decay_rate=decay)."
+        )
+    return node
 
 
 def _with_args(node: cst.Call, args: list[cst.Arg]) -> cst.Call:

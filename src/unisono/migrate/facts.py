@@ -2,6 +2,7 @@
 
 import libcst as cst
 
+from unisono.compat.knowledge import KEYS
 from unisono.compat.lookup import canonical, today
 from unisono.migrate.statements import Step
 
@@ -17,6 +18,10 @@ class Facts(Step):
         """Names of variables that hold an optimizer..."""
         self.histories: set[str] = {"logs"}
         """...or a dictionary of losses and metrics."""
+        self.metrics: set[str] = set()
+        """Names of variables that are given to `compile` as its metrics."""
+        self.has_old_keys = False
+        """Whether "acc" or its like is in the program, and not told to be something else."""
         self.bound: set[str] = set()
         """Every name that the program gives something to."""
         self.imported: dict[str, str] = {}
@@ -33,6 +38,14 @@ class Facts(Step):
                 self.optimizers |= names
         elif isinstance(node.value, cst.Attribute) and node.value.attr.value == "history":
             self.histories |= names
+
+    def visit_Arg(self, node: cst.Arg) -> None:
+        is_metrics = node.keyword is not None and node.keyword.value == "metrics"
+        if is_metrics and isinstance(node.value, cst.Name):
+            self.metrics.add(node.value.value)
+
+    def visit_SimpleString(self, node: cst.SimpleString) -> None:
+        self.has_old_keys |= node.raw_value in KEYS
 
     def visit_ImportFrom(self, node: cst.ImportFrom) -> None:
         if isinstance(node.names, cst.ImportStar) or node.module is None:

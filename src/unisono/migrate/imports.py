@@ -5,7 +5,7 @@ from typing import Any
 
 import libcst as cst
 
-from unisono.compat.knowledge import IMAGES, MODULES
+from unisono.compat.knowledge import CHANGES, IMAGES, MODULES
 from unisono.compat.lookup import canonical, change_of, gone_with, today
 from unisono.migrate.additions import FRAMEWORKS, root
 from unisono.migrate.api import is_in_keras
@@ -27,14 +27,7 @@ class Imports(Step):
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> Any:
-        body: list[Any] = []
-        for small in updated_node.body:
-            if isinstance(small, cst.ImportFrom):
-                body += self._from(small)
-            elif isinstance(small, cst.Import):
-                body += self._plain(small)
-            else:
-                body.append(small)
+        body = self._statements(updated_node.body)
         if not body:
             return removed(updated_node)
         if len(updated_node.body) > 1 or len(body) == 1:
@@ -46,6 +39,24 @@ class Imports(Step):
                 *(cst.SimpleStatementLine([small]) for small in others),
             ]
         )
+
+    def leave_SimpleStatementSuite(
+        self, original_node: cst.SimpleStatementSuite, updated_node: cst.SimpleStatementSuite
+    ) -> Any:
+        """`try: from a import b`, on one line."""
+        body = self._statements(updated_node.body)
+        return updated_node.with_changes(body=body or [cst.Pass()])
+
+    def _statements(self, statements: Sequence[Any]) -> list[Any]:
+        body: list[Any] = []
+        for small in statements:
+            if isinstance(small, cst.ImportFrom):
+                body += self._from(small)
+            elif isinstance(small, cst.Import):
+                body += self._plain(small)
+            else:
+                body.append(small)
+        return body
 
     def _plain(self, statement: cst.Import) -> list[cst.BaseSmallStatement]:
         """`import a.b as c`."""
@@ -71,6 +82,7 @@ class Imports(Step):
             return [statement]
         if isinstance(statement.names, cst.ImportStar):
             self._check(module)
+            self._check_star(today(canonical(module)))
             successor = _home(module, today(canonical(module)))
             if successor == module:
                 return [statement]
@@ -105,6 +117,14 @@ class Imports(Step):
             return module, name, bound
         parent, _, last = change.new.rpartition(".")
         return parent, last, known_as if known_as != last else None
+
+    def _check_star(self, module: str) -> None:
+        for change in CHANGES:
+            if change.module == module and self._uses(change.name) and not is_in_keras(change.old):
+                self.remark(
+                    f"{change.old} is old: write {change.write}. Import it by its name, and "
+                    "unisono migrate does it."
+                )
 
     def _uses(self, name: str) -> bool:
         return name in self._in_use

@@ -4,17 +4,17 @@ A cell may use what another one imported, so none can be read alone. Lines that 
 understands stand aside while the rest is read as Python.
 """
 
+import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 from unisono.errors import SourceError
-from unisono.migrate.remarks import Remark, remarks_in
+from unisono.migrate.remarks import Remark, lines_of, remarks_in
 from unisono.migrate.syntax import check_syntax
 
-_CELL = "# unisono cell "
-_ASIDE = "pass  # unisono aside "
 _MAGIC = re.compile(r"^\s*(%|!|\?|\w[\w.]*\?|\w+\s*=\s*[%!])")
 _PYTHON_CELLS = ("%%time", "%%timeit", "%%capture", "%%prun")
 Changes = list[tuple[str, list[str], list[str]]]
@@ -25,9 +25,9 @@ def migrate_notebook(content: bytes, place: str) -> tuple[bytes, Changes, list[R
     notebook = _parse(content, place)
     cells = _code_cells(notebook, place)
     texts = {number: _source(cell, place) for number, cell in cells.items()}
-    aside: list[str] = []
-    asides = {number: _set_aside(text, aside, place, number) for number, text in texts.items()}
-    new = _split(_migrated(asides), aside)
+    marks = _Marks.unused_in(texts.values())
+    asides = {number: _set_aside(text, marks, place, number) for number, text in texts.items()}
+    new = _split(_migrated(asides, marks, place), marks)
     changes, remarks = [], []
     for number, cell in cells.items():
         before, after = texts[number], new.get(number, texts[number])
@@ -37,16 +37,49 @@ def migrate_notebook(content: bytes, place: str) -> tuple[bytes, Changes, list[R
             )
             is_list = isinstance(cell["source"], list)
             cell["source"] = after.splitlines(keepends=True) if is_list else after
-        remarks += remarks_in(after.splitlines(), number)
+        remarks += remarks_in(lines_of(after), number)
     if not changes:
         return content, [], remarks
-    text = json.dumps(notebook, indent=1, ensure_ascii=False)
-    return text.encode() + (b"\n" if content.endswith(b"\n") else b""), changes, remarks
+    end = b"\n" if content.endswith(b"\n") else b""
+    return _as_bytes(notebook) + end, changes, remarks
+
+
+@dataclass
+class _Marks:
+    """Comments that tell cells apart while they are one program, and what stands aside."""
+
+    word: str
+    aside: list[str] = field(default_factory=list)
+
+    @classmethod
+    def unused_in(cls, texts: Iterable[str]) -> "_Marks":
+        whole = "\n".join(texts)
+        words = (f"unisono {number}" for number in itertools.count())
+        return cls(next(word for word in words if word not in whole))
+
+    @property
+    def cell(self) -> str:
+        return f"# {self.word} cell "
+
+    @property
+    def line(self) -> str:
+        return f"pass  # {self.word} aside "
+
+
+def _as_bytes(notebook: Any) -> bytes:
+    try:
+        return json.dumps(notebook, indent=1, ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # Half a character, which JSON can have as an escape only.
+        return json.dumps(notebook, indent=1).encode()
 
 
 def _parse(content: bytes, place: str) -> Any:
     try:
         return json.loads(content.decode("utf-8-sig"))
+    except RecursionError as error:
+        raise SourceError(
+            f"{place} is no notebook: its JSON is nested too deeply. Nothing was changed."
+        ) from error
     except ValueError as error:
         line = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
         raise SourceError(
@@ -78,7 +111,7 @@ def _source(cell: Any, place: str) -> str:
     raise SourceError(f"{place} is no notebook: a cell has no text as its source.")
 
 
-def _set_aside(text: str, aside: list[str], place: str, number: int) -> str | None:
+def _set_aside(text: str, marks: _Marks, place: str, number: int) -> str | None:
     """A cell as Python; None for a cell in another language."""
     first = text.lstrip().splitlines()[:1]
     is_magic = bool(first) and first[0].startswith("%%")
@@ -95,8 +128,11 @@ def _set_aside(text: str, aside: list[str], place: str, number: int) -> str | No
             if not 0 <= line < len(lines) or not _MAGIC.match(lines[line]):
                 raise
             indent = lines[line][: len(lines[line]) - len(lines[line].lstrip())]
-            aside.append(lines[line])
-            lines[line] = f"{indent}{_ASIDE}{len(aside) - 1}"
+            end = line + 1
+            while end < len(lines) and lines[end - 1].endswith("\\"):
+                end += 1  # A command of several lines.
+            marks.aside.append("\n".join(lines[line:end]))
+            lines[line:end] = [f"{indent}{marks.line}{len(marks.aside) - 1}"]
 
 
 def _line_of(error: SourceError) -> int:
@@ -104,25 +140,27 @@ def _line_of(error: SourceError) -> int:
     return (cause.lineno or 0) - 1 if isinstance(cause, SyntaxError) else -1
 
 
-def _migrated(texts: dict[int, str | None]) -> str:
+def _migrated(texts: dict[int, str | None], marks: _Marks, place: str) -> str:
     from unisono.migrate.source import migrate_source
 
-    parts = [f"{_CELL}{number}\n{text}\n" for number, text in texts.items() if text is not None]
-    return migrate_source("".join(parts).encode(), "notebook").code.decode()
+    parts = [
+        f"{marks.cell}{number}\n{text}\n" for number, text in texts.items() if text is not None
+    ]
+    return migrate_source("".join(parts).encode(), place).code.decode()
 
 
-def _split(code: str, aside: Sequence[str]) -> dict[int, str]:
+def _split(code: str, marks: _Marks) -> dict[int, str]:
     """The cells of a migrated program, with what stood aside back in its place."""
     found: dict[int, list[str]] = {}
     number = 0
     # Each cell was given a line end of its own.
     for line in code.removesuffix("\n").split("\n"):
         stripped = line.strip()
-        if stripped.startswith(_CELL):
-            number = int(stripped.removeprefix(_CELL))
+        if stripped.startswith(marks.cell):
+            number = int(stripped.removeprefix(marks.cell))
             found[number] = []
-        elif stripped.startswith(_ASIDE):
-            found[number].append(aside[int(stripped.removeprefix(_ASIDE))])
+        elif stripped.startswith(marks.line):
+            found[number].append(marks.aside[int(stripped.removeprefix(marks.line))])
         elif number:
             found[number].append(line)
     return {number: "\n".join(lines) for number, lines in found.items()}

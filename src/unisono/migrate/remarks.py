@@ -1,5 +1,6 @@
 """Comments for what a person has to do, as they are written and found in a program."""
 
+import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +28,11 @@ def comment_lines(text: str) -> list[str]:
         text, _WIDTH - len(MARK), break_long_words=False, break_on_hyphens=False
     )
     return [MARK + first, *(_MORE + line for line in rest)]
+
+
+def lines_of(code: str) -> list[str]:
+    """The lines of a program as Python counts them: a form feed does not end one."""
+    return re.split(r"\r\n|\r|\n", code)
 
 
 def remarks_in(lines: Sequence[str], cell: int | None = None) -> list[Remark]:

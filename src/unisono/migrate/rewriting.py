@@ -1,16 +1,15 @@
-"""Old names, methods, arguments and keys in a program's expressions, replaced by today's."""
+"""Old names, methods and arguments in a program's expressions, replaced by today's."""
 
-import re
 from typing import Any
 
 import libcst as cst
 from libcst.metadata import ParentNodeProvider, QualifiedNameProvider
 
-from unisono.compat.knowledge import IMAGES, KEYS, METHODS, MODULES, Change
+from unisono.compat.knowledge import IMAGES, METHODS, MODULES, Change
 from unisono.compat.lookup import canonical, change_of, gone_with, today
 from unisono.migrate.api import is_in_keras
 from unisono.migrate.calls import CALLS, OPTIMIZERS, Caller, translate_method, translate_optimizer
-from unisono.migrate.expressions import expression, literal, source_of, text_like
+from unisono.migrate.expressions import expression, source_of
 from unisono.migrate.facts import Facts
 from unisono.migrate.statements import Step, removed
 
@@ -164,18 +163,12 @@ class Rewriting(Step):
 
     def _method(self, original: cst.Call, updated: cst.Call) -> Any:
         if not isinstance(original.func, cst.Attribute):
-            return self._in_file_names(updated)
+            return updated
         name = original.func.attr.value
         owner = source_of(original.func.value)
         if name in _OF_MODELS:
             return self._reset(owner, updated)
-        if name == "get" and updated.args and self._is_history(original.func.value):
-            first = updated.args[0]
-            return updated.with_changes(
-                args=[first.with_changes(value=_new_key(first.value)), *updated.args[1:]]
-            )
-        updated = translate_method(name, updated, self.remark)
-        return self._in_file_names(updated)
+        return translate_method(name, updated, self.remark)
 
     def _reset(self, owner: str, updated: cst.Call) -> cst.Call:
         if owner.lower().endswith("model"):
@@ -186,60 +179,3 @@ class Rewriting(Step):
             return updated
         function = updated.func.with_changes(attr=cst.Name("reset_state"))
         return updated.with_changes(func=function)
-
-    def _in_file_names(self, updated: cst.Call) -> cst.Call:
-        """Names of checkpoints such as `{epoch}-{val_acc:.2f}`."""
-        if not source_of(updated.func).endswith("ModelCheckpoint"):
-            return updated
-        args = []
-        for arg in updated.args:
-            if isinstance(arg.value, cst.SimpleString):
-                text = arg.value.raw_value
-                for old, new in KEYS.items():
-                    text = re.sub(rf"\{{{old}(?=[:}}])", "{" + new, text)
-                arg = arg.with_changes(value=text_like(arg.value, text))
-            args.append(arg)
-        return updated.with_changes(args=args)
-
-    # -- keys of histories and logs ----------------------------------------------------------------
-
-    def leave_Subscript(self, original_node: cst.Subscript, updated_node: cst.Subscript) -> Any:
-        if len(updated_node.slice) != 1 or not self._is_history(original_node.value):
-            return updated_node
-        index = updated_node.slice[0].slice
-        if not isinstance(index, cst.Index):
-            return updated_node
-        new = index.with_changes(value=_new_key(index.value))
-        return updated_node.with_changes(slice=[updated_node.slice[0].with_changes(slice=new)])
-
-    def leave_Comparison(self, original_node: cst.Comparison, updated_node: cst.Comparison) -> Any:
-        target = original_node.comparisons[0]
-        is_in = isinstance(target.operator, (cst.In, cst.NotIn))
-        if is_in and self._is_history(target.comparator):
-            return updated_node.with_changes(left=_new_key(updated_node.left))
-        return updated_node
-
-    def leave_Arg(self, original_node: cst.Arg, updated_node: cst.Arg) -> Any:
-        keyword = original_node.keyword.value if original_node.keyword is not None else None
-        if keyword == "monitor":
-            return updated_node.with_changes(value=_new_key(updated_node.value))
-        if keyword == "metrics" and isinstance(updated_node.value, (cst.List, cst.Tuple)):
-            elements = [
-                element.with_changes(value=_new_key(element.value))
-                for element in updated_node.value.elements
-            ]
-            return updated_node.with_changes(
-                value=updated_node.value.with_changes(elements=elements)
-            )
-        return updated_node
-
-    def _is_history(self, node: cst.BaseExpression) -> bool:
-        if isinstance(node, cst.Name):
-            return node.value in self._facts.histories
-        return isinstance(node, cst.Attribute) and node.attr.value == "history"
-
-
-def _new_key(node: Any) -> Any:
-    if isinstance(node, cst.SimpleString) and literal(node) in KEYS:
-        return text_like(node, KEYS[literal(node)])
-    return node

@@ -1,5 +1,8 @@
 """The migration of one program's source: the steps in their order."""
 
+import contextlib
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,12 +12,14 @@ from libcst.metadata import MetadataWrapper
 from unisono.errors import SourceError
 from unisono.migrate.additions import add_imports
 from unisono.migrate.imports import Imports, names_in_use
-from unisono.migrate.remarks import Remark, remarks_in
+from unisono.migrate.keys import Keys
+from unisono.migrate.remarks import Remark, lines_of, remarks_in
 from unisono.migrate.rewriting import Rewriting
 from unisono.migrate.sessions import Sessions
-from unisono.migrate.syntax import check_syntax
+from unisono.migrate.syntax import check_syntax, too_deep
 
 _MOST_ROUNDS = 5
+_MOST_FRAMES = 20_000
 
 
 @dataclass(frozen=True)
@@ -36,16 +41,30 @@ def migrate_source(code: bytes, place: str) -> Migrated:
     """
     check_syntax(code, place)
     try:
-        before = cst.parse_module(code)
+        with _deep_recursion():
+            before = cst.parse_module(code)
+            after = translate(before)
     except (cst.ParserSyntaxError, UnicodeDecodeError) as error:
         raise SourceError(f"{place} can't be read by LibCST: {error}") from error
-    after = translate(before)
+    except RecursionError as error:
+        raise SourceError(too_deep(place)) from error
     return Migrated(
         after.bytes,
         before.code.splitlines(keepends=True),
         after.code.splitlines(keepends=True),
-        remarks_in(after.code.splitlines()),
+        remarks_in(lines_of(after.code)),
     )
+
+
+@contextlib.contextmanager
+def _deep_recursion() -> Iterator[None]:
+    """Room for a sum of many terms, which is as deep as it is long; several frames for each."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(before, _MOST_FRAMES))
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(before)
 
 
 def translate(module: cst.Module) -> cst.Module:
@@ -63,6 +82,7 @@ def _translate_once(module: cst.Module) -> cst.Module:
     module = _with_header_in_body(module)
     module = MetadataWrapper(module).visit(Sessions(needed))
     module = MetadataWrapper(module).visit(Rewriting(needed))
+    module = MetadataWrapper(module).visit(Keys())
     module = MetadataWrapper(module).visit(Imports(names_in_use(module)))
     return add_imports(module, needed)
 

@@ -26,12 +26,19 @@ def check_syntax(code: bytes | str, place: str, first_line: int = 1) -> None:
             ast.parse(code)
     except SyntaxError as error:
         raise SourceError(_explain(error, place, first_line)) from error
+    except (RecursionError, MemoryError) as error:
+        raise SourceError(too_deep(place)) from error
     except ValueError as error:
         raise SourceError(f"{place} is not Python: {error}. Nothing was changed.") from error
 
 
+def too_deep(place: str) -> str:
+    """What is said of code that no parser gets to the bottom of."""
+    return f"{place} is nested too deeply to be read. Nothing was changed."
+
+
 def _explain(error: SyntaxError, place: str, first_line: int) -> str:
-    if error.lineno is None or (error.text is None and "decode" in str(error.msg)):
+    if not error.lineno or (error.text is None and "decode" in str(error.msg)):
         return f"{place} is not Python: {error.msg}. Nothing was changed."
     number = error.lineno + first_line - 1
     text = (error.text or "").strip()

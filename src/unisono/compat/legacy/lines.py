@@ -85,9 +85,16 @@ def _program_frame() -> FrameType | None:
 def _line_in_graph(program: FrameType, word: str) -> int | None:
     """The line of a function that TensorFlow has rewritten, and that the program calls here."""
     frame = caller()
-    if frame is None or _GENERATED not in frame.f_code.co_filename:
-        return None
-    function: Any = program.f_globals.get(frame.f_code.co_name.removeprefix("tf__"))
+    while frame is not None and frame is not program:
+        if _GENERATED in frame.f_code.co_filename:
+            line = _line_of(program.f_globals.get(frame.f_code.co_name.removeprefix("tf__")), word)
+            if line is not None:
+                return line
+        frame = frame.f_back
+    return None
+
+
+def _line_of(function: Any, word: str) -> int | None:
     try:
         lines, first = inspect.getsourcelines(getattr(function, "python_function", function))
     except (OSError, TypeError):

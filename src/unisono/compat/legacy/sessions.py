@@ -67,7 +67,8 @@ def apply(config: Any) -> None:
         log_placement()
     told = {"gpus": gpus, **asked} if gpus else asked
     shown = ", ".join(f"{name}={value!r}" for name, value in told.items())
-    announce("a session's settings", f"unisono.configure({shown})")
+    if told:
+        announce("tensorflow.Session(config=...)", f"unisono.configure({shown})")
 
 
 def v1() -> Any:
