@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
             _migrate(path, is_written=options.write)
         except SourceError as error:
             # The other files are none the worse for it.
-            print(f"unisono: {error}", file=sys.stderr)
+            print(f"unisono: {error} Nothing was changed.", file=sys.stderr)
             failures += 1
     return 1 if failures else 0
 

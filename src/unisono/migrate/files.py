@@ -41,7 +41,7 @@ def replace(path: Path, before: bytes, after: bytes) -> Path:
             raise
     except OSError as error:
         raise SourceError(
-            f"Asked to write {str(path)!r}; that failed: {error.strerror}. The file is as it was."
+            f"Asked to write {str(path)!r}; that failed: {error.strerror}."
         ) from error
     return backup
 

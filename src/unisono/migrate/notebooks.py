@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from unisono.compat.syntax import check_syntax
 from unisono.errors import SourceError
 from unisono.migrate.remarks import Remark, lines_of, remarks_in
-from unisono.migrate.syntax import check_syntax
 
 _MAGIC = re.compile(r"^\s*(%|!|\?|\w[\w.]*\?|\w+\s*=\s*[%!])")
 _PYTHON_CELLS = ("%%time", "%%timeit", "%%capture", "%%prun")
@@ -77,14 +77,10 @@ def _parse(content: bytes, place: str) -> Any:
     try:
         return json.loads(content.decode("utf-8-sig"))
     except RecursionError as error:
-        raise SourceError(
-            f"{place} is no notebook: its JSON is nested too deeply. Nothing was changed."
-        ) from error
+        raise SourceError(f"{place} is no notebook: its JSON is nested too deeply.") from error
     except ValueError as error:
         line = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
-        raise SourceError(
-            f"{place}{line} is no notebook: broken JSON ({error}). Nothing was changed."
-        ) from error
+        raise SourceError(f"{place}{line} is no notebook: broken JSON ({error}).") from error
 
 
 def _code_cells(notebook: Any, place: str) -> dict[int, Any]:
@@ -93,7 +89,7 @@ def _code_cells(notebook: Any, place: str) -> dict[int, Any]:
     if not isinstance(cells, list) or not all(isinstance(cell, dict) for cell in cells):
         raise SourceError(
             f"{place} is no notebook of format 4: it has no list of cells. Open and save it with "
-            "a recent Jupyter first. Nothing was changed."
+            "a recent Jupyter first."
         )
     return {
         number: cell

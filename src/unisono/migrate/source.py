@@ -9,6 +9,7 @@ from typing import Any
 import libcst as cst
 from libcst.metadata import MetadataWrapper
 
+from unisono.compat.syntax import check_syntax, too_deep
 from unisono.errors import SourceError
 from unisono.migrate.additions import add_imports
 from unisono.migrate.imports import Imports, names_in_use
@@ -16,7 +17,6 @@ from unisono.migrate.keys import Keys
 from unisono.migrate.remarks import Remark, lines_of, remarks_in
 from unisono.migrate.rewriting import Rewriting
 from unisono.migrate.sessions import Sessions
-from unisono.migrate.syntax import check_syntax, too_deep
 
 _MOST_ROUNDS = 5
 _MOST_FRAMES = 20_000

@@ -29,25 +29,23 @@ def check_syntax(code: bytes | str, place: str, first_line: int = 1) -> None:
     except (RecursionError, MemoryError) as error:
         raise SourceError(too_deep(place)) from error
     except ValueError as error:
-        raise SourceError(f"{place} is not Python: {error}. Nothing was changed.") from error
+        raise SourceError(f"{place} is not Python: {error}.") from error
 
 
 def too_deep(place: str) -> str:
     """What is said of code that no parser gets to the bottom of."""
-    return f"{place} is nested too deeply to be read. Nothing was changed."
+    return f"{place} is nested too deeply to be read."
 
 
 def _explain(error: SyntaxError, place: str, first_line: int) -> str:
     if not error.lineno or (error.text is None and "decode" in str(error.msg)):
-        return f"{place} is not Python: {error.msg}. Nothing was changed."
+        return f"{place} is not Python: {error.msg}."
     number = error.lineno + first_line - 1
     text = (error.text or "").strip()
     for what, pattern in _PYTHON_2:
         if re.match(pattern, text):
             return (
                 f"{place}, line {number} is Python 2: {what} ({text[:60]!r}). Make it Python 3 "
-                "first, for instance with 2to3 of Python 3.12 or earlier. Nothing was changed."
+                "first, for instance with 2to3 of Python 3.12 or earlier."
             )
-    return (
-        f"{place}, line {number} is not Python: {error.msg} ({text[:60]!r}). Nothing was changed."
-    )
+    return f"{place}, line {number} is not Python: {error.msg} ({text[:60]!r})."
