@@ -9,6 +9,7 @@ import pytest
 
 from unisono.bench.race import Lap, Race, Way
 from unisono.bench.report import TITLES, rows, shares, table, to_json, verdict
+from unisono.bench.scaling import read_program
 from unisono.benchmark import ways_of
 
 SCRIPT = """
@@ -20,9 +21,9 @@ model.fit(np.ones((20000, 8)), np.ones((20000, 1)), batch_size=20, epochs=3, ver
 """
 
 
-def laps(*rates: float, waited_s: float = 0.0, slowest_wait_s: float = 0.0) -> list[Lap]:
+def laps(*rates: float, **waits: float) -> list[Lap]:
     """Passes of 1000 images."""
-    return [Lap(rate, 1000 / rate, 1.0, 2**20, waited_s, slowest_wait_s) for rate in rates]
+    return [Lap(rate, 1000 / rate, 1.0, 2**20, **waits) for rate in rates]
 
 
 def race(**ways) -> Race:
@@ -41,7 +42,7 @@ def test_where_the_time_of_a_step_goes():
     """Of ten seconds eight are computing; replicas waited for one, all of them for a half."""
     together = laps(100, waited_s=1.0, slowest_wait_s=0.5)
     (found,) = shares(race(apart_2=laps(125), together_2=together))
-    assert found.computing == pytest.approx(0.8)
+    assert (found.input, found.computing) == (0.0, pytest.approx(0.8))
     assert found.waiting == pytest.approx(0.05)
     assert found.communicating == pytest.approx(0.15)
 
@@ -52,6 +53,7 @@ def test_where_the_time_of_a_step_goes():
         (laps(97), "Computing takes 97%"),
         (laps(80), "Raise the per-replica batch"),
         (laps(80, waited_s=2.5), "wait 20% of a step for the slowest"),
+        (laps(95, input_s=3.0), "Making batches takes"),
     ],
 )
 def test_the_verdict_says_what_to_change(together, said):
@@ -108,11 +110,18 @@ def test_a_small_race(tmp_path):
 @pytest.mark.slow
 def test_a_script_of_a_user(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
-    words = ["--script", "train.py", "--backend", "torch", "--replicas", "1,2"]
+    words = ["--script", "train.py", "--backend", "torch", "--replicas", "1,2", "--output", "out"]
     done = bench(*words, folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "1 replica(s): " in done.stdout
-    assert "2 replica(s): " in done.stdout
+    (told,) = json.loads((tmp_path / "out" / "bench.json").read_text())
+    ways = {row["way"]: row["images_per_s"] for row in told["rows"]}
+    assert {*ways} == {"ideal-1", "together-1", "ideal-2", "together-2"}
+    assert ways["ideal-2"] == pytest.approx(2 * ways["together-1"])
+    assert min(ways.values()) > 0
+    two = told["shares"][1]
+    assert sum(two.values()) == pytest.approx(3)  # Two replicas, and shares of one whole.
+    assert told["verdict"] in done.stdout
+    assert (tmp_path / "out" / "bench.png").stat().st_size > 1000
 
 
 @pytest.mark.parametrize(
@@ -128,3 +137,14 @@ def test_what_cannot_be_measured(tmp_path, words, said):
     done = bench(*words, folder=tmp_path)
     assert done.returncode != 0
     assert said in done.stderr
+
+
+def test_what_a_compiled_step_adds_up():
+    """A sum may be of several arrays, and of numbers, whose shapes have nothing in the brackets."""
+    text = """
+  %a = f32[2,3]{1,0} add(%x, %y)
+  %s.8 = (f32[], /*index=1*/bf16[2,3]{1,0}) all-reduce(%a, %b), channel_id=1
+  ROOT %s.9 = s32[4]{0} all-reduce(%c), channel_id=2
+"""
+    found = read_program(8, 1.5, text)
+    assert (found.num_instructions, found.num_sums, found.summed_bytes) == (3, 2, 4 + 12 + 16)

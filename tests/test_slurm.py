@@ -266,6 +266,24 @@ def test_tasks_that_do_not_fit_are_explained(cluster, tmp_path, write, options, 
     assert said in done.stderr
 
 
+def test_tasks_that_do_not_fit_end_before_a_framework_is_loaded(cluster, tmp_path, write):
+    (tmp_path / "keras.py").write_text("print('loaded')")
+    words = ["srun", "-N2", "--ntasks-per-node=1", "--gres=gpu:2", sys.executable]
+    done = cluster.run(*words, write("import unisono, keras"), cwd=tmp_path)
+    assert done.returncode != 0
+    assert done.stderr.count("#SBATCH --ntasks-per-node=2") == 2  # Once for each node.
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_more_processes_than_cores_are_remarked_on(cluster, tmp_path, write):
+    words = ["srun", "-N1", "-n1", sys.executable, "-m", "unisono", "run", "--replicas", "9"]
+    done = cluster.run(*words, write("print('ran')"), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "#SBATCH --cpus-per-task=9" in done.stderr
+    assert done.stdout == "ran\n"
+
+
 def test_more_replicas_than_the_allocation_has(cluster, tmp_path, write):
     words = ["srun", "-N1", "-n1", "--gres=gpu:2", sys.executable, "-m", "unisono", "run"]
     words += ["--gpus", "0,1,2", write(WHO)]

@@ -8,11 +8,6 @@ import argparse
 import importlib.util
 import json
 import os
-import statistics
-import subprocess
-import sys
-import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +15,8 @@ from unisono.bench.nets import PER_REPLICA
 from unisono.bench.peers import PEERS
 from unisono.bench.race import Way, run_race
 from unisono.bench.report import TITLES, plot, table, to_json
+from unisono.bench.script import race_script
 from unisono.errors import BenchError
-from unisono.events import read_runs
 
 _BUSY = 0.5
 _BACKENDS = ("jax", "tensorflow", "torch")
@@ -48,14 +43,16 @@ def run(options: argparse.Namespace) -> int:
     if load > _BUSY:
         print("The machine is busy: figures move, ratios within a round less.", flush=True)
     chosen = _backends(options.backend)
-    if options.script is not None:
-        return _run_script(options, chosen)
     titles = TITLES | {name: peer.title for name, peer in PEERS.items()}
     races = []
     for backend in chosen:
-        ways = ways_of(backend, options.replicas, has_peers=options.peers)
-        races.append(run_race(options.recipe, backend, ways, options.rounds))
-        print(f"\n{table(races[-1], titles)}", flush=True)
+        if options.script is not None:
+            race = race_script(options.script, backend, options.replicas)
+        else:
+            ways = ways_of(backend, options.replicas, has_peers=options.peers)
+            race = run_race(options.recipe, backend, ways, options.rounds)
+        races.append(race)
+        print(f"\n{table(race, titles)}", flush=True)
     if options.output is not None:
         options.output.mkdir(parents=True, exist_ok=True)
         told = [to_json(race, titles) for race in races]
@@ -78,47 +75,6 @@ def ways_of(backend: str, counts: list[int], *, has_peers: bool) -> list[Way]:
         if has_peers and peer.backend == backend and peer.is_installed and most > 1:
             ways.append(Way(name, most, most if peer.has_processes else 1))
     return ways
-
-
-def _run_script(options: argparse.Namespace, chosen: list[str]) -> int:
-    """A user's own script, by what its runs publish of themselves."""
-    if not options.script.is_file():
-        raise BenchError(f"Asked to measure {options.script}; there is no such file.")
-    for backend in chosen:
-        print(f"\n{options.script}, {backend}")
-        first: float | None = None
-        for count in options.replicas:
-            rate = _rate_of_script(options.script, backend, count)
-            first = first or rate / count
-            print(
-                f"{count} replica(s): {rate:,.1f} a second, {rate / first:.2f} x one, efficiency "
-                f"{rate / first / count:.0%}",
-                flush=True,
-            )
-    return 0
-
-
-def _rate_of_script(script: Path, backend: str, count: int) -> float:
-    """Samples a second, or steps where samples cannot be counted, without the first seconds."""
-    with tempfile.TemporaryDirectory(prefix="unisono-bench-") as folder:
-        env = {**os.environ, "KERAS_BACKEND": backend, "UNISONO_RUNS": folder}
-        command = [sys.executable, "-m", "unisono", "run", "--replicas", str(count), str(script)]
-        process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL)
-        rates: list[float] = []
-        last = 0.0
-        while process.poll() is None:
-            time.sleep(0.2)
-            for ranks in read_runs(Path(folder)).values():
-                found = ranks[0].last
-                if found is not None and found.at > last and found.steps_per_s:
-                    last = found.at
-                    rates.append(found.samples_per_s or found.steps_per_s)
-    if process.returncode or not rates:
-        raise BenchError(
-            f"{script} on {count} replica(s) ended with code {process.returncode} and published "
-            f"{len(rates)} figures. Let it call unisono.parallel(model) and train for some seconds."
-        )
-    return statistics.median(rates[len(rates) // 4 :])
 
 
 def _backends(asked: str) -> list[str]:

@@ -60,6 +60,8 @@ class Progress:
     input_wait: float | None
     """The share of the time in which the step waited for data."""
     loss: float | None
+    peer_wait: float | None = None
+    """The share of the time in which this process waited for others of its run."""
     is_over: bool = False
 
 

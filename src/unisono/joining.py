@@ -63,7 +63,11 @@ def _fitted(facts: Topology) -> Topology:
 
     step = read_step(os.environ)
     assert step is not None
-    fitted, remark = fit_ranks(facts, step)
+    try:
+        fitted, remark = fit_ranks(facts, step)
+    except LaunchError as error:
+        # Said once for a node, and without the traceback that each of its tasks would print.
+        raise SystemExit(f"unisono: {error}" if step.task == 0 else 1) from error
     if remark and step.is_first:
         print(f"unisono: {remark}", file=sys.stderr, flush=True)
     if fitted is None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.devices import Selection, choose, describe, num_gpus, select
+from unisono.devices.cpu import num_cores
 from unisono.errors import DeviceError
 from unisono.launch.hosts import how_to_start, local_names, merge_local, parse_hosts, spread
 from unisono.launch.plan import START_TIMEOUT, TIMEOUT
@@ -93,6 +94,8 @@ def request_of(options: argparse.Namespace, step: Step | None = None) -> Request
     if options.legacy:
         _check_source(program[0])
     num_processes, gpus = _devices(options, step)
+    if step is not None and gpus is None:
+        _remark_on_cores(step, num_processes)
     return Request(
         program=program,
         num_processes=num_processes,
@@ -237,6 +240,17 @@ def _devices(options: argparse.Namespace, step: Step | None) -> tuple[int, Selec
             f"{error} Slurm gave this task {step.num_seen} GPU(s): a job gets more by #SBATCH "
             "--gres=gpu:N, on each of its nodes."
         ) from error
+
+
+def _remark_on_cores(step: Step, num_processes: int) -> None:
+    cores = num_cores()
+    if num_processes > cores and step.is_first:
+        print(
+            f"unisono: {num_processes} processes share the {cores} core(s) that Slurm gave this "
+            f"task. A job gets more by #SBATCH --cpus-per-task={num_processes}",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _chosen(options: argparse.Namespace) -> tuple[int, Selection | None]:

@@ -54,6 +54,8 @@ class Lap:
     """Of the pass, on the others, by the mean process."""
     slowest_wait_s: float = 0.0
     """By the process that waited least: the one that the others waited for."""
+    input_s: float = 0.0
+    """What the batches of a pass take by themselves."""
 
 
 @dataclass
@@ -103,6 +105,7 @@ def _lap(way: Way, net: str, told: list[dict[str, float]]) -> Lap:
         peak_bytes=max(int(each["peak_bytes"]) for each in told),
         waited_s=sum(waits) / len(waits),
         slowest_wait_s=min(waits),
+        input_s=max(each.get("input_s", 0.0) for each in told),
     )
 
 

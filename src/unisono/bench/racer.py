@@ -33,11 +33,12 @@ def main(folder: Path, way: str, net: str, num_steps: int, num_replicas: int) ->
         if not wait_for(folder / f"{way}-{number}", folder / "end"):
             return
         start, cpu = time.perf_counter(), time.process_time()
-        told = one_pass() or {}
-        told |= {
+        one_pass()
+        told = {
             "seconds": time.perf_counter() - start,
             "cpu_s": time.process_time() - cpu,
             "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            **(one_pass.told() if isinstance(one_pass, Told) else {}),
         }
         part = folder / f"{way}-{number}-{rank}.part"
         part.write_text(json.dumps(told))
@@ -53,7 +54,7 @@ def wait_for(file: Path, end: Path) -> bool:
     return True
 
 
-Pass = Callable[[], "dict[str, float] | None"]
+Pass = Callable[[], None]
 
 
 def _own(kind: str) -> Callable[[str, int, int], Pass] | None:
@@ -86,34 +87,54 @@ def _inside(net: str, num_steps: int, num_replicas: int) -> Pass:
 
 
 def _together(net: str, num_steps: int, num_replicas: int) -> Pass:
-    """unisono.parallel in each of several processes; tells also who waited for what."""
+    """unisono.parallel in each of several processes."""
     import unisono
-    from unisono.launch.world import current_world
 
     model = unisono.parallel(make(net))
     batch = PER_REPLICA[net] * num_replicas
     x, y = data(net, batch * num_steps)
-    fit = _fit(model, x, y, batch)
-    world: Any = current_world()
-    if world is None:
-        return fit
-    meet, waited = world.exchange, [0.0]
+    return Told(model, _fit(model, x, y, batch))
 
-    def exchange(*args: Any, **kwargs: Any) -> Any:
-        start = time.perf_counter()
+
+class Told:
+    """A pass that also tells where its time went."""
+
+    def __init__(self, model: Any, fit: Pass) -> None:
+        from unisono.launch.world import current_world
+
+        self._model = model
+        self._fit = fit
+        self._world = current_world()
+        self._waited_s = 0.0
+
+    def __call__(self) -> None:
+        before = self._num_waited()
+        self._fit()
+        self._waited_s = self._num_waited() - before
+
+    def told(self) -> dict[str, float]:
+        return {"waited_s": self._waited_s, "input_s": self._input_s()}
+
+    def _num_waited(self) -> float:
+        return 0.0 if self._world is None else self._world.waited_s
+
+    def _input_s(self) -> float:
+        """How long the batches of a pass take by themselves: none of them is trained on."""
+        plain, ends = self._model.train_function, []
+
+        def take(*args: Any) -> Any:
+            *state, batches = args
+            if not isinstance(batches, list):  # Keras on torch has taken them itself.
+                next(batches)
+            ends.append(time.perf_counter())
+            return ({}, *state) if state else {}
+
+        self._model.train_function = take
         try:
-            return meet(*args, **kwargs)
+            self._fit()
         finally:
-            waited[0] += time.perf_counter() - start
-
-    world.exchange = exchange
-
-    def told() -> dict[str, float]:
-        waited[0] = 0.0
-        fit()
-        return {"waited_s": waited[0]}
-
-    return told
+            self._model.train_function = plain
+        return (ends[-1] - ends[0]) * len(ends) / max(1, len(ends) - 1)
 
 
 def _fit(model: Any, x: Any, y: Any, batch: int) -> Pass:

@@ -7,7 +7,8 @@ from typing import Any
 
 from unisono.bench.race import Lap, Race
 
-_NOISE = 0.02
+# What a way is held against: measured, or for a user's script worked out from its first run.
+_LIMITS = ("apart", "ideal")
 _MUCH = 0.08
 
 
@@ -33,8 +34,10 @@ class Shares:
     """Where the time of a step goes, of so many replicas together."""
 
     num_replicas: int
+    input: float
+    """For its batches, as long as they take by themselves."""
     computing: float
-    """As long as it takes without the others; its input is part of it."""
+    """The rest of what a step takes without the others."""
     communicating: float
     waiting: float
     """For the slowest."""
@@ -44,6 +47,7 @@ TITLES = {
     "plain": "plain Keras, 1 process, all cores",
     "one": "unisono, 1 replica",
     "apart": "the limit: processes that never talk",
+    "ideal": "ideal: as many times one replica",
     "together": "unisono run",
     "inside": "unisono.parallel in one process",
 }
@@ -63,7 +67,7 @@ def rows(race: Race, titles: dict[str, str]) -> list[Row]:
                 int(count),
                 median,
                 (max(rates) - min(rates)) / median,
-                ratio(laps, race.laps.get(f"apart-{count}")) if kind != "apart" else None,
+                ratio(laps, _limit(race, count)) if kind not in _LIMITS else None,
                 ratio(laps, _plain(race)) if kind != "plain" else None,
                 max(lap.peak_bytes for lap in laps) / 2**20,
             )
@@ -84,7 +88,7 @@ def shares(race: Race) -> list[Shares]:
     found = []
     for name, laps in race.laps.items():
         kind, _, count = name.rpartition("-")
-        alone = race.laps.get(f"apart-{count}")
+        alone = _limit(race, count)
         if kind != "together" or alone is None:
             continue
         parts = [_parts(lap, other) for lap, other in zip(laps, alone, strict=True)]
@@ -99,12 +103,18 @@ def verdict(race: Race) -> str:
     if not found:
         return "Give --replicas more than one number to see what limits a run."
     last = found[-1]
-    what = {"communicating": last.communicating, "waiting": last.waiting}
+    what = {name: getattr(last, name) for name in ("input", "communicating", "waiting")}
     worst = max(what, key=lambda name: what[name])
     if what[worst] < _MUCH:
         return (
             f"Computing takes {last.computing:.0%} of a step on {last.num_replicas} replicas: more "
             "replicas will help, and a faster device will."
+        )
+    if worst == "input":
+        return (
+            f"Making batches takes {last.input:.0%} of a step on {last.num_replicas} replicas. "
+            "Give arrays, or a data set that prepares its batches ahead; move what is done to each "
+            "sample into the model."
         )
     if worst == "communicating":
         return (
@@ -129,7 +139,7 @@ def table(race: Race, titles: dict[str, str]) -> str:
             f"{row.spread:.0%}",
             "" if row.of_limit is None else f"{row.of_limit:.3f}",
             "" if row.of_plain is None else f"{row.of_plain:.2f}",
-            f"{row.peak_mib:,.0f}",
+            f"{row.peak_mib:,.0f}" if row.peak_mib else "",
         )
         for row in rows(race, titles)
     ]
@@ -140,8 +150,9 @@ def table(race: Race, titles: dict[str, str]) -> str:
     ]
     for share in shares(race):
         lines.append(
-            f"{share.num_replicas} replicas: computing {share.computing:.0%}, communicating "
-            f"{share.communicating:.0%}, waiting for the slowest {share.waiting:.0%}"
+            f"{share.num_replicas} replicas: input {share.input:.0%}, computing "
+            f"{share.computing:.0%}, communicating {share.communicating:.0%}, waiting for the "
+            f"slowest {share.waiting:.0%}"
         )
     lines += [f"{name}: not measured. {why}" for name, why in race.failed.items()]
     return "\n".join([f"{race.net}, {race.backend}", *lines, verdict(race)])
@@ -190,8 +201,14 @@ def _plain(race: Race) -> list[Lap] | None:
     return next((laps for name, laps in race.laps.items() if name.startswith("plain-")), None)
 
 
-def _parts(lap: Lap, alone: Lap) -> tuple[float, float, float]:
-    """Computing, communicating and waiting, as shares of a pass."""
-    computing = min(1.0, alone.seconds / lap.seconds)
-    waiting = min(1.0 - computing, max(0.0, lap.waited_s - lap.slowest_wait_s) / lap.seconds)
-    return computing, 1.0 - computing - waiting, waiting
+def _limit(race: Race, count: str) -> list[Lap] | None:
+    names = [f"{kind}-{count}" for kind in _LIMITS]
+    return next((race.laps[name] for name in names if name in race.laps), None)
+
+
+def _parts(lap: Lap, alone: Lap) -> tuple[float, float, float, float]:
+    """Input, computing, communicating and waiting, as shares of a pass."""
+    by_itself = min(1.0, alone.seconds / lap.seconds)
+    taking = min(by_itself, lap.input_s / lap.seconds)
+    waiting = min(1.0 - by_itself, max(0.0, lap.waited_s - lap.slowest_wait_s) / lap.seconds)
+    return taking, by_itself - taking, 1.0 - by_itself - waiting, waiting

@@ -72,7 +72,9 @@ class Publish:
 
     def _publish(self) -> None:
         file = EventFile(self._folder, self._writer())
+        world = current_world()
         steps, waited_s, at = self._num_steps, self._waited_s, time.perf_counter()
+        met_s = world.waited_s if world is not None else 0.0
         is_over = False
         while file.is_open and not is_over:
             is_over = self._is_over.wait(_EVERY_S)
@@ -80,11 +82,15 @@ class Publish:
             past_s = max(now - at, 1e-9)
             rate = (self._num_steps - steps) / past_s
             wait = min(1.0, (self._waited_s - waited_s) / past_s) if self._waited_s else None
-            file.write(self._progress(rate, wait, is_over))
+            peers = None if world is None else min(1.0, (world.waited_s - met_s) / past_s)
+            file.write(self._progress(rate, wait, peers, is_over))
             steps, waited_s, at = self._num_steps, self._waited_s, now
+            met_s = world.waited_s if world is not None else 0.0
         file.close()
 
-    def _progress(self, rate: float, wait: float | None, is_over: bool) -> Progress:
+    def _progress(
+        self, rate: float, wait: float | None, peers: float | None, is_over: bool
+    ) -> Progress:
         params = _params(self._model)
         num_steps = params.get("steps")
         epoch = self._num_steps // num_steps if num_steps else 0
@@ -98,6 +104,7 @@ class Publish:
             steps_per_s=rate,
             input_wait=wait,
             loss=_loss(self._logs),
+            peer_wait=peers,
             is_over=is_over,
         )
 

@@ -39,6 +39,8 @@ class World:
         self.num_points = 0
         """How many points all processes have met at: the same everywhere at the same place of the
         program."""
+        self.waited_s = 0.0
+        """How long this process has waited for others, in all."""
         self.is_warned = False
         """Whether all processes know, at the same step, that the run must make room."""
         self._asking = threading.Lock()
@@ -121,7 +123,9 @@ class World:
         self._doing = topic
         if ranks is None:
             self.num_points += 1
+        start = time.perf_counter()
         answer = self._ask({"do": kind, "topic": topic, "value": value, "ranks": members})
+        self.waited_s += time.perf_counter() - start
         if "error" not in answer:
             return answer["value"]
         if answer.get("is_lost"):
