@@ -108,7 +108,7 @@ def test_the_bar_shows_speed_time_left_and_logs(monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     now = iter([0.0, 4.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(now))
-    bar = Bar(2, is_shown=True)
+    bar = Bar(2)
     bar.begin("epoch 1/3", 10, 1000)
     bar.update(4, {"loss": 0.5})
     assert terminal.getvalue() == (
@@ -123,21 +123,10 @@ def test_a_narrow_terminal_is_not_wrapped(monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr("sys.stdout", terminal)
     monkeypatch.setenv("COLUMNS", "30")
-    bar = Bar(1, is_shown=True)
+    bar = Bar(1)
     bar.begin("epoch 1/3", 10, 1000)
     bar.update(1, {"loss": 0.5})
     assert len(terminal.getvalue().removeprefix("\r\x1b[K")) == 29
-
-
-@pytest.mark.parametrize("is_terminal", [False, True])
-def test_no_bar_without_a_terminal_or_elsewhere_than_in_the_chief(monkeypatch, is_terminal):
-    output = Terminal() if is_terminal else io.StringIO()
-    monkeypatch.setattr("sys.stdout", output)
-    bar = Bar(1, is_shown=not is_terminal)
-    bar.begin("epoch 1/3", 10, 1000)
-    bar.update(1, {})
-    bar.clear()
-    assert output.getvalue() == ""
 
 
 def test_the_clock():

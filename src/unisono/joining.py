@@ -102,7 +102,7 @@ def is_command(words: Sequence[str]) -> bool:
 
 def _seed(keras: Any, world: World) -> None:
     # Models that the processes build then begin alike, and their data is shuffled alike.
-    keras.utils.set_random_seed(world.seed)
+    importlib.import_module("unisono.engines.seeds").set_seed(world.seed)
 
 
 def _join_backend(framework: str, world: World, module: Any) -> None:

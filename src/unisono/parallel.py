@@ -135,12 +135,14 @@ def _check_optimizer(model: Any) -> None:
 
 def _watch_fits(model: Any, placement: Placement) -> None:
     """Let each `fit` publish how it goes, and make room when it is warned."""
-    from unisono.engines.fit_watch import watched
+    from unisono.engines.fit_watch import LooksAtSteps, watched
     from unisono.engines.preemption import MakeRoom
     from unisono.engines.publishing import Publish
 
     def watchers(callbacks: list[Any], given: dict[str, Any]) -> list[Any]:
-        chosen: list[Any] = [MakeRoom(callbacks)] if is_listening() else []
+        is_told = any(hasattr(callback, "on_preempt") for callback in callbacks)
+        chosen: list[Any] = [MakeRoom(callbacks)] if is_listening() or is_told else []
+        chosen += [callback.steps for callback in callbacks if isinstance(callback, LooksAtSteps)]
         if (folder := runs_folder(os.environ)) is not None:
             batch = _global_batch(
                 given.get("x"), given.get("batch_size"), given.get("steps_per_epoch")

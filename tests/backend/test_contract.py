@@ -1,9 +1,9 @@
 """The exactness contract: each case on several replicas gives what one device gives.
 
 By default the cases that engines find hardest run on every backend and each of the others on one
-of them (on TensorFlow where slow tests are wanted), on one number of replicas, such that each group
-of features meets 2, 3 and 4 of them; `--full` runs them all. `python -m unisono.bench.exactness`
-writes the table.
+of them (elsewhere than on torch only where slow tests are wanted), on one number of replicas, such
+that each group of features meets 2, 3 and 4 of them; `--full` runs them all. `python -m
+unisono.bench.exactness` writes the table.
 """
 
 import functools
@@ -96,8 +96,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def marks_of(case: Case) -> list[pytest.MarkDecorator]:
-    """TensorFlow traces for seconds what others run in one."""
-    is_slow = BACKEND == "tensorflow" and case.name not in HARDEST
+    """The others trace and compile for seconds what torch runs in one."""
+    is_slow = BACKEND != "torch" and case.name not in HARDEST
     return [pytest.mark.slow] if is_slow else []
 
 

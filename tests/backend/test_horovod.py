@@ -384,6 +384,7 @@ def test_in_functions(told):
 # -- programs ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_mnist_example_of_horovod(tmp_path):
     """Its Keras program with the import changed, and what Keras 3 itself has renamed."""
     ends = run_world(HERE / "horovod_mnist.py", 2, str(tmp_path))

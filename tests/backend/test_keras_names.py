@@ -7,6 +7,7 @@ import ast
 import importlib
 import inspect
 import itertools
+import random
 import re
 import tempfile
 from collections.abc import Callable
@@ -319,6 +320,26 @@ def slices_batches(model: Any) -> bool:
     adapter = lookup(f"{adapters}.array_data_adapter:ArrayDataAdapter")(X, batch_size=4)
     unpack = lookup(f"{adapters}.data_adapter_utils:unpack_x_y_sample_weight")
     return [unpack(batch)[0].shape for batch in adapter.get_jax_iterator()] == [(4, 4), (2, 4)]
+
+
+def seeds_as_keras_does(model: Any) -> bool:
+    def drawn() -> list[float]:
+        numbers = [random.random(), float(np.random.rand()), *torch_numbers()]
+        return [
+            *numbers,
+            float(keras.random.uniform(())),
+            float(keras.initializers.get("he_normal")((2, 2))[0, 0]),
+        ]
+
+    def torch_numbers() -> list[float]:
+        return [float(lookup("torch:rand")(()))] if BACKEND == "torch" else []
+
+    keras.utils.set_random_seed(11)
+    expected = drawn()
+    lookup("unisono.engines.seeds:set_seed")(12)
+    others = drawn()
+    lookup("unisono.engines.seeds:set_seed")(11)
+    return drawn() == expected and others[-1] != expected[-1]
 
 
 def array_adapter() -> Any:
@@ -716,6 +737,14 @@ TABLE = [
         "world_arrays",
         "to take rows of any kind of array",
         slices_arrays,
+    ),
+    *(
+        Name(name, "seeds", "to seed Keras and not to import TensorFlow", seeds_as_keras_does)
+        for name in (
+            "keras.src.backend.common.global_state:set_global_attribute",
+            "keras.src.random.seed_generator:GLOBAL_SEED_GENERATOR",
+            "keras.src.utils.rng_utils:GLOBAL_RANDOM_SEED",
+        )
     ),
     Name(
         "_initial_epoch", "world_calls", "to begin where the chief does", begins_at_a_restored_epoch

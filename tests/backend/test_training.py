@@ -3,6 +3,7 @@
 import ast
 import csv
 import errno
+import io
 import json
 import signal
 from pathlib import Path
@@ -164,6 +165,30 @@ def test_the_saved_copy_of_models_of_all_kinds():
 
     own = Own(3)
     assert recorder.plain_copy(own) is own
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("kind", [io.StringIO, _Terminal])
+def test_a_bar_on_a_terminal_alone(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr("unisono.training.progress._PAUSE_S", 0.0)
+    output = kind()
+    monkeypatch.setattr("sys.stdout", output)
+    small = small_run(tmp_path)
+    fit(small, small_model(small))
+    is_drawn = [text in output.getvalue() for text in ("\r\x1b[Kepoch 1/", "[=", "\r\x1b[Ktest")]
+    assert is_drawn == [output.isatty()] * 3
+
+
+def test_keras_may_run_ahead_of_the_device(tmp_path):
+    """A callback at each batch would wait for its logs."""
+    small = small_run(tmp_path)
+    with small.recording(small_model(small), num_samples=8) as record:
+        for name in ("on_train_batch_begin", "on_train_batch_end", "on_test_batch_end"):
+            assert getattr(type(record), name) is getattr(keras.callbacks.Callback, name)
 
 
 class _Press(keras.callbacks.Callback):

@@ -5,7 +5,7 @@ keeps Keras from running ahead of the device.
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import keras
 
@@ -26,6 +26,13 @@ class Watcher(Protocol):
 
     def end(self) -> None:
         """Training has ended, well or not."""
+
+
+@runtime_checkable
+class LooksAtSteps(Protocol):
+    """A callback that brings a watcher of its own."""
+
+    steps: Watcher
 
 
 def watched(

@@ -1,7 +1,8 @@
 """Hold Ctrl-C back for as long as a model has no values.
 
 A compiled step of JAX frees the values that it is given and returns new ones. An interrupt that
-arrives in between, and most do, as Python sees it when the step returns, would lose both.
+arrives in between, and most do, as Python sees it when the step returns, would lose both. On
+TensorFlow one that arrives while copies of a variable are written leaves a scope open.
 """
 
 import contextlib

@@ -6,7 +6,6 @@ others reach this process, and an end that waits for nobody. A SIGTERM stays wha
 """
 
 import atexit
-import contextlib
 import os
 import socket
 import subprocess
@@ -17,6 +16,7 @@ from typing import Any
 import jax
 
 from unisono.devices import num_gpus, simulated_gpus
+from unisono.engines.gloo_threads import patient_threads
 from unisono.engines.jax_service import NO_HEARTBEATS_S, address
 from unisono.engines.jax_settings import has_started
 from unisono.errors import LaunchError, StartedError
@@ -26,7 +26,6 @@ _KEY = "jax/service"
 _START_TIMEOUT_S = 300
 # Devices start when a program first computes, which one process may do much later than another.
 _FIRST_USE_MINUTES = 24 * 60
-_LOWER_PRIORITY = 10
 
 
 def join(world: World) -> None:
@@ -109,36 +108,14 @@ def _register_cpu_backend(world: World) -> None:
     from jax._src.lib import _jax
 
     def make_client() -> Any:
-        client, before = distributed.global_state.client, _threads()
-        gloo = _jax.make_gloo_tcp_collectives(client, hostname=world.host)
-        for thread in _threads() - before:
-            _give_way(thread, may_leave_cores=world.topology.launcher == "unisono")
+        with patient_threads():
+            client = distributed.global_state.client
+            gloo = _jax.make_gloo_tcp_collectives(client, hostname=world.host)
         return xla_bridge.make_cpu_client(gloo)
 
     jax.config.update("jax_cpu_get_local_topology_timeout_minutes", _FIRST_USE_MINUTES)
     jax.config.update("jax_cpu_get_global_topology_timeout_minutes", _FIRST_USE_MINUTES + 1)
     xla_bridge.register_backend_factory("cpu", make_client, priority=0, fail_quietly=False)
-
-
-def _threads() -> set[int]:
-    try:
-        return {int(thread) for thread in os.listdir("/proc/self/task")}
-    except OSError:
-        return set()  # Another system than Linux.
-
-
-def _give_way(thread: int, *, may_leave_cores: bool) -> None:
-    """Keep gloo's thread from taking the time of the program that it works for.
-
-    It polls for as long as the program holds one of its locks. On the one core of a pinned process
-    that lasts until the system takes the core away from it: milliseconds for each collective.
-    """
-    with contextlib.suppress(OSError):
-        priority = os.getpriority(os.PRIO_PROCESS, thread)
-        os.setpriority(os.PRIO_PROCESS, thread, min(19, priority + _LOWER_PRIORITY))
-        if may_leave_cores:
-            # Our launcher pinned this process to some of its own cores.
-            os.sched_setaffinity(thread, os.sched_getaffinity(os.getppid()))
 
 
 def _take_own_gpu(world: World) -> None:

@@ -1,5 +1,6 @@
 """Variables with a copy on each replica, put in the place of a Keras variable's plain one."""
 
+import contextlib
 import gc
 from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any
@@ -9,6 +10,7 @@ import tensorflow as tf
 from tensorflow.python.distribute.distribute_lib import get_update_replica_id
 from tensorflow.python.distribute.values import MirroredVariable
 
+from unisono.engines.interrupts import interrupts_held_back
 from unisono.engines.parts import optimizers_of, rename_variables, with_inner
 from unisono.engines.step import SEED_STRIDE
 
@@ -26,6 +28,11 @@ class PlainLookingVariable(MirroredVariable):
         return float(self.numpy())
 
     def _update(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
+        # TensorFlow loses its place among its scopes when it is interrupted in one.
+        with interrupts_held_back() if tf.executing_eagerly() else contextlib.nullcontext():
+            return self._update_copies(update_fn, value, **kwargs)
+
+    def _update_copies(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
         if get_update_replica_id() is None or isinstance(get_update_replica_id(), int):
             return super()._update(update_fn, value, **kwargs)
         # The optimizer of a plain model, which trains this variable too: all copies follow.

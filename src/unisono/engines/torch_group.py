@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from unisono.engines.gloo_threads import patient_threads
 from unisono.errors import PeerLostError
 
 TIMEOUT = datetime.timedelta(minutes=10)
@@ -50,8 +51,9 @@ class Group:
                 self._group = dist.ProcessGroupNCCL(store, rank, size, TIMEOUT)
             else:
                 options = dist.ProcessGroupGloo._Options()
-                options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
                 options._timeout = TIMEOUT
+                with patient_threads():
+                    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
                 self._group = dist.ProcessGroupGloo(store, rank, size, options)
         except RuntimeError as error:
             raise PeerLostError(f"The processes did not find each other: {error}") from error

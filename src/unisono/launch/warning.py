@@ -37,6 +37,12 @@ def is_warned() -> bool:
     return _is_warned
 
 
+def warn() -> None:
+    """Take it that a warning has come."""
+    global _is_warned
+    _is_warned = True
+
+
 def heed(is_begun: bool) -> None:
     """Say that somebody begins, or ends, to look for a warning often."""
     global _num_heeding

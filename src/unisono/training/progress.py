@@ -13,9 +13,8 @@ _PAUSE_S = 0.1
 class Bar:
     """The progress of one pass over the data, redrawn in place."""
 
-    def __init__(self, num_replicas: int, *, is_shown: bool) -> None:
+    def __init__(self, num_replicas: int) -> None:
         self._num_replicas = num_replicas
-        self._is_shown = is_shown and sys.stdout.isatty()
         self._is_drawn = False
         self._last_drawn_s = 0.0
 
@@ -27,7 +26,7 @@ class Bar:
 
     def update(self, num_done: int, logs: Mapping[str, Any]) -> None:
         now = time.perf_counter()
-        if not self._is_shown or now - self._last_drawn_s < _PAUSE_S:
+        if now - self._last_drawn_s < _PAUSE_S:
             return
         self._last_drawn_s = now
         spent_s = now - self._begin_s

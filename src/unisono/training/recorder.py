@@ -1,6 +1,7 @@
 """The callback of a training: shows how it goes, keeps its history, and writes its results.
 
-Every process has one, since all of them must stop together; the chief's alone shows and writes.
+Every process has one, since all of them must stop together; the chief's alone shows and writes. It
+has no method for a batch's end, which would keep Keras from running ahead of the device.
 """
 
 import csv
@@ -15,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from unisono.checks import check_replicas
-from unisono.errors import OutputError
+from unisono.errors import OutputError, Preempted
+from unisono.launch.warning import warn
+from unisono.launch.world import current_world
 from unisono.training import plot, tables
 from unisono.training.outputs import write
 from unisono.training.progress import Bar
@@ -40,13 +43,11 @@ class Recorder(keras.callbacks.Callback):
         self._run = run
         self._trained = model
         self._num_samples = num_samples
-        self._bar = Bar(run.num_replicas, is_shown=run.is_chief)
+        self._bar = Bar(run.num_replicas)
         self._is_interrupted = False
         self._handler: Any = None
         self._begin_s = time.perf_counter()
         self._test_begin_s: float | None = None
-        self._num_tested = 0
-        self._num_test_steps: int | None = None
 
     def __enter__(self) -> "Recorder":
         if threading.current_thread() is threading.main_thread():
@@ -60,7 +61,7 @@ class Recorder(keras.callbacks.Callback):
         if self._handler is not None:
             signal.signal(signal.SIGINT, self._handler)
         self._bar.clear()
-        if kind not in (None, _Interrupted, KeyboardInterrupt):
+        if kind not in (None, _Interrupted, KeyboardInterrupt, Preempted):
             return False
         self.record["total_s"] = time.perf_counter() - self._begin_s
         self.record["is_interrupted"] = self._is_interrupted or kind is not None
@@ -68,6 +69,8 @@ class Recorder(keras.callbacks.Callback):
             self._finish()
         except OutputError as failure:
             self._run.fail(failure)
+        if kind is Preempted:
+            return False
         if self.record["is_interrupted"]:
             sys.exit(INTERRUPTED)
         return True
@@ -77,25 +80,18 @@ class Recorder(keras.callbacks.Callback):
         self._test_begin_s = None
         title = f"epoch {epoch + 1}/{self._run.num_epochs}"
         self._bar.begin(title, self.params.get("steps"), self._num_samples)
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._bar.update(batch + 1, logs or {})
         if self._is_interrupted:
-            self.model.stop_training = True  # All replicas' processes follow the chief's.
+            self.model.stop_training = True
 
     def on_test_begin(self, logs: Any = None) -> None:
         self._test_begin_s = time.perf_counter()
         if self.model.stop_training:
             raise _Interrupted
-        self._bar.begin("test", self._num_test_steps, None)
 
-    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._num_tested = batch + 1
-        self._bar.update(batch + 1, logs or {})
-
-    def on_test_end(self, logs: Any = None) -> None:
-        # Keras does not tell how many there will be, but it is the same number each time.
-        self._num_test_steps = self._num_tested
+    def on_preempt(self, logs: Any) -> None:
+        """Called in all processes before the same step; what there is is then written."""
+        if self._is_interrupted:
+            raise _Interrupted
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         now = time.perf_counter()
@@ -123,6 +119,10 @@ class Recorder(keras.callbacks.Callback):
         if self._run.is_chief:
             self._bar.clear()
             print("Ctrl-C: this step is the last; a second one ends at once.", flush=True)
+        if current_world() is None:
+            self._trained.stop_training = True
+        else:
+            warn()  # All processes learn of it at the same step.
 
     def _finish(self) -> None:
         """Write all there is; one file that cannot be written does not keep the others."""
@@ -171,6 +171,55 @@ class Recorder(keras.callbacks.Callback):
         except OutputError as error:
             return error
         return None
+
+
+class ShownRecorder(Recorder):
+    """Draws its bar on a terminal."""
+
+    def __init__(self, run: "Run", model: Any, num_samples: int) -> None:
+        super().__init__(run, model, num_samples)
+        self.steps = _Steps(self._bar)
+        self._num_tested = 0
+        self._num_test_steps: int | None = None
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        super().on_epoch_begin(epoch, logs)
+        self.steps.num_done = 0
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        super().on_test_begin(logs)
+        self._bar.begin("test", self._num_test_steps, None)
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._num_tested = batch + 1
+        self._bar.update(batch + 1, logs or {})
+
+    def on_test_end(self, logs: Any = None) -> None:
+        # Keras does not tell how many there will be, but it is the same number each time.
+        self._num_test_steps = self._num_tested
+
+
+class _Steps:
+    """Counts the steps of an epoch for its bar."""
+
+    def __init__(self, bar: Bar) -> None:
+        self._bar = bar
+        self._steps_at_once = 1
+        self.num_done = 0
+
+    def begin(self, model: Any) -> None:
+        self._steps_at_once = getattr(model, "steps_per_execution", 1)
+
+    def before(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return args
+
+    def after(self, result: Any) -> None:
+        self.num_done += self._steps_at_once
+        # On JAX a step returns its logs and the new state.
+        self._bar.update(self.num_done, result[0] if isinstance(result, tuple) else result)
+
+    def end(self) -> None:
+        pass
 
 
 def _place(name: str) -> tuple[bool, bool]:

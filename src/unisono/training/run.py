@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -135,9 +136,10 @@ class Run:
 
         A Ctrl-C ends the training after its present step, and what there is is written.
         """
-        from unisono.training.recorder import Recorder
+        from unisono.training.recorder import Recorder, ShownRecorder
 
-        recorder = Recorder(self, model, num_samples)
+        is_shown = self.is_chief and sys.stdout.isatty()
+        recorder = (ShownRecorder if is_shown else Recorder)(self, model, num_samples)
         with recorder:
             yield recorder
 
