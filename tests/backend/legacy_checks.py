@@ -299,6 +299,10 @@ def check_what_cannot_be_translated_says_so():
         library = {"__name__": "tensorflow.some_part"}
         exec("from tensorflow.python.keras.layers import Dense\n", library)
         assert library["Dense"] is not keras.layers.Dense
+        line = "from tensorflow.python.keras.layers import Dense\n"
+        package = {"__name__": "other.part"}
+        exec(compile(line, "/env/site-packages/other/part.py", "exec"), package)
+        assert package["Dense"] is library["Dense"]
         raises(LegacyError, "tf.contrib left", lambda: run("import tensorflow.contrib.slim\n"))
 
 

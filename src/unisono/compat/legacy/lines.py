@@ -7,6 +7,7 @@ import dis
 import inspect
 import os
 import sys
+from pathlib import PurePath
 from types import FrameType
 from typing import Any
 
@@ -32,6 +33,13 @@ def is_asked_by_program() -> bool:
     """Whether the program itself uses a name, and not a library."""
     frame = caller()
     return frame is not None and not _is_library(frame)
+
+
+def is_asked_by_installed() -> bool:
+    """Whether a package that is installed uses a name, which its user cannot rewrite."""
+    frame = caller()
+    parts = PurePath(frame.f_code.co_filename).parts if frame is not None else ()
+    return "site-packages" in parts or "dist-packages" in parts
 
 
 def is_spelled_out() -> bool:

@@ -15,7 +15,13 @@ from types import ModuleType
 from typing import Any
 
 from unisono.compat.knowledge import CHANGES, MODULES
-from unisono.compat.legacy.lines import announce, imports_by_name, is_asked_by_program, refuse
+from unisono.compat.legacy.lines import (
+    announce,
+    imports_by_name,
+    is_asked_by_installed,
+    is_asked_by_program,
+    refuse,
+)
 from unisono.compat.lookup import canonical, gone_with
 
 _ROOTS_OF_GONE = tuple({change.old.partition(".")[0] for change in CHANGES if change.why})
@@ -42,15 +48,16 @@ def _stopping_at_gone_modules(plain: Callable[..., Any]) -> Callable[..., Any]:
         if level == 0 and name.startswith(_ROOTS_OF_GONE):
             for dotted in (name, *(f"{name}.{each}" for each in fromlist or ())):
                 change = gone_with(dotted)
-                if change is not None and is_asked_by_program() and not _is_there(dotted):
+                if change is not None and _is_refused(dotted):
                     raise refuse(change)
         return plain(name, globals, locals, fromlist, level)
 
     return find
 
 
-def _is_there(dotted: str) -> bool:
-    return dotted.startswith("horovod") and is_installed("horovod")
+def _is_refused(dotted: str) -> bool:
+    is_there = dotted.startswith("horovod") and is_installed("horovod")
+    return is_asked_by_program() and not is_asked_by_installed() and not is_there
 
 
 class _OldModules(importlib.abc.MetaPathFinder):
