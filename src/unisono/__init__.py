@@ -1,8 +1,11 @@
 """Train a Keras 3 model on many devices with one call, with the result of one device."""
 
+import os as _os
+
 from unisono.checks import check_replicas
 from unisono.configuration import configure
 from unisono.devices import Device, devices
+from unisono.devices.host_memory import keep_freed_memory as _keep_freed_memory
 from unisono.errors import (
     BenchError,
     DataError,
@@ -33,6 +36,7 @@ from unisono.topology import Topology, topology
 
 __version__ = "0.1.0"
 
+_keep_freed_memory(_os.environ)
 _join()
 _reserve()
 

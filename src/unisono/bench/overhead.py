@@ -15,7 +15,9 @@ import sys
 from collections.abc import Sequence
 
 from unisono.bench.mnist_cnn import WAYS
+from unisono.devices.host_memory import KEEP
 
+_OURS = ("one", "two")
 _RATIOS = (("one", "plain"), ("two", "own"), ("two", "plain"))
 
 
@@ -68,9 +70,12 @@ def measure(
 
 
 def _start(backend: str, way: str, sizes: tuple[int, int]) -> "subprocess.Popen[str]":
+    env = {**os.environ, "KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    if way not in _OURS:
+        env[KEEP] = "0"  # The program imports unisono, which others' users do not.
     process = subprocess.Popen(
         [sys.executable, "-m", "unisono.bench.mnist_cnn", way, *map(str, sizes)],
-        env={**os.environ, "KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"},
+        env=env,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
