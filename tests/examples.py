@@ -3,7 +3,8 @@
 `python examples.py ROOT` runs every python block of README.md and docs/, and every doctest, on the
 backend that KERAS_BACKEND names. One process for all: each starts with fresh names and a fresh
 environment, and what unisono reads from the environment it reads when it is called. What calls
-`configure` gets a process of its own (`python examples.py ROOT NAME`), as that is once for all.
+`configure` or asks for old names gets a process of its own (`python examples.py ROOT NAME`), as
+that is once for all.
 """
 
 import contextlib
@@ -22,6 +23,8 @@ from pathlib import Path
 
 import unisono
 
+# What a program does to its process for as long as it runs.
+_FOR_GOOD = ("configure(", "compat.legacy")
 BACKENDS = ("jax", "tensorflow", "torch")
 
 
@@ -97,7 +100,7 @@ def main() -> None:
     backend = os.environ["KERAS_BACKEND"]
     pages = [block for block in blocks(Path(sys.argv[1])) if block.language == "python"]
     jobs = {block.name: block.run for block in pages if backend in block.backends}
-    apart = {block.name for block in pages if "configure(" in block.code}
+    apart = {block.name for block in pages if any(word in block.code for word in _FOR_GOOD)}
     for test in doctests():
         jobs[test.name] = lambda test=test: run_doctest(test)
         if "configure(" in (test.docstring or ""):

@@ -65,7 +65,7 @@ def test_the_announcement_on_a_page_is_what_is_printed(folder):
         for block in blocks(ROOT)
         if block.language == "text"
         for line in block.code.splitlines()
-        if line.startswith("unisono: ")
+        if re.match(rf"unisono: ({'|'.join(BACKENDS)})\b", line)
     ]
     assert shown
     for page, line in shown:
@@ -78,7 +78,8 @@ def test_the_announcement_on_a_page_is_what_is_printed(folder):
 def test_every_page_with_code_is_found():
     pages = {"README.md", *(f"docs/{name}.md" for name in ("parallel", "placement", "coming-from"))}
     pages |= {"docs/devices.md", "docs/strategy.md", "docs/hosts.md", "docs/failures.md"}
-    pages |= {"docs/horovod.md", "docs/processes.md", "docs/training.md"}
+    pages |= {"docs/horovod.md", "docs/processes.md", "docs/training.md", "docs/old-scripts.md"}
+    pages |= {"docs/slurm.md", "docs/top.md"}
     assert pages <= {block.page for block in BLOCKS}
     assert {"unisono.parallel.parallel", "unisono.data.share_bounds"} <= set(NAMES)
 

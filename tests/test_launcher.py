@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from launching import END_S, SCRIPT, ended_within, pids_in, wait_for
+from unisono import launcher
+from unisono.cli import main
 from unisono.launch.failure import Outcome
 from unisono.launch.start import Request, perform
 
@@ -153,6 +155,46 @@ def test_processes_of_multiprocessing_find_the_program(run, tmp_path):
     )
     code, out, err = run("--replicas", 2, script).wait()
     assert (code, out, err) == (0, "[2, 4]\n", "")
+
+
+ASK = """
+import os, sys
+print('unisono.compat.legacy' in sys.modules, 'UNISONO_LEGACY' in os.environ)
+"""
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("is_legacy", [True, False])
+def test_old_names_are_for_processes_that_are_to_have_them(run, tmp_path, replicas, is_legacy):
+    script = tmp_path / "ask.py"
+    child = f"import subprocess\nsubprocess.run([sys.executable, '-c', {ASK!r}])\n"
+    script.write_text(ASK + child)
+    options = ["--legacy"] if is_legacy else []
+    code, out, err = run(
+        *("--replicas", replicas, "--show", "all", *options, script),
+        UNISONO_LEGACY="" if is_legacy else "1",
+    ).wait()
+    assert (code, err) == (0, "")
+    lines = sorted(line.removeprefix("[rank 1] ") for line in out.splitlines())
+    # What a process starts has not asked for it.
+    assert lines == sorted([f"{is_legacy} False", "False False"] * replicas)
+
+
+def test_an_old_program_that_is_python_2_is_not_started(run, tmp_path):
+    script = tmp_path / "old.py"
+    script.write_text("import keras\nprint 'hello'\n")
+    code, out, err = run("--legacy", "--replicas", 2, script).wait()
+    assert (code, out) == (1, "")
+    assert err.startswith(f"unisono: {script}, line 2 is Python 2: a print statement")
+    assert "Traceback" not in err
+
+
+def test_old_names_take_one_task_on_each_node(monkeypatch, capsys):
+    monkeypatch.setattr(launcher, "read_step", lambda environment: object())
+    monkeypatch.setattr(launcher, "launcher_role", lambda step: ("rank", ""))
+    with pytest.raises(SystemExit):
+        main(["run", "--legacy", "old.py"])
+    assert "--legacy needs one task on each node" in capsys.readouterr().err
 
 
 def test_several_runs_at_once(run, tmp_path):
@@ -472,8 +514,22 @@ def test_other_hosts_are_not_logged_in_to(run):
     ]
 
 
+def test_other_hosts_are_told_of_old_programs(run):
+    _, _, err = run("-np", 2, "-H", "a:1,b:1", "--legacy", "old.py").wait()
+    assert re.findall("--legacy old.py", err) == ["--legacy old.py"] * 2
+
+
 def test_help_names_every_option(run):
     code, out, _ = run("--help").wait()
     assert code == 0
-    for option in ("--replicas", "--gpus", "-np", "-H", "--nodes", "--log-dir", "--timeout"):
+    for option in (
+        "--replicas",
+        "--gpus",
+        "--legacy",
+        "-np",
+        "-H",
+        "--nodes",
+        "--log-dir",
+        "--timeout",
+    ):
         assert option in out

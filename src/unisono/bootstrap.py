@@ -1,9 +1,9 @@
 """What a process of `unisono run` does before and after the user's program.
 
 Run as a file, by its path: the process is pinned to its cores and tied to its launcher before
-anything that counts cores is imported. Then unisono joins the run and applies the policy for
-memory and threads, and the program runs as `__main__`, just as Python itself would run it. What
-it raises is told to the launcher before the process ends.
+anything that counts cores is imported. Then unisono joins the run, applies the policy for
+memory and threads and makes old names work if it is asked to, and the program runs as `__main__`,
+just as Python itself would run it. What it raises is told to the launcher before the process ends.
 """
 
 import sys
@@ -28,6 +28,7 @@ from importlib.machinery import SourceFileLoader
 from typing import Any
 
 _MOST_CHARACTERS = 100_000
+_LEGACY = "UNISONO_LEGACY"
 _ECHOES = {"PeerLost", "PeerLostError"}
 
 
@@ -83,12 +84,15 @@ def _show_stacks_on(number: int, file: int) -> None:
 def _join() -> None:
     if importlib.util.find_spec("unisono") is None:  # The launcher was found in another way.
         sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    import unisono  # noqa: F401  Joins the run.
+    import unisono
     from unisono.devices import Policy
     from unisono.engines.settings import apply_policy
 
     if (policy := Policy.from_environment()) != Policy():
         apply_policy(policy, Policy())
+    # Taken out: what the program starts has not asked for it.
+    if os.environ.pop(_LEGACY, None):
+        import unisono.compat.legacy  # noqa: F401
 
 
 def _run(program: list[str]) -> None:

@@ -12,10 +12,28 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import unisono
-from unisono import benchmark, device_table, jobs, launcher, submission, top, train_command
+from unisono import (
+    benchmark,
+    device_table,
+    jobs,
+    launcher,
+    migrate,
+    submission,
+    top,
+    train_command,
+)
 from unisono.errors import UnisonoError
 
-_COMMANDS = (device_table, launcher, train_command, top, benchmark, submission, jobs)
+_COMMANDS = (
+    device_table,
+    launcher,
+    train_command,
+    top,
+    benchmark,
+    submission,
+    jobs,
+    migrate,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

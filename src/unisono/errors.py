@@ -6,10 +6,13 @@
     ├── DeviceError (ValueError)          devices were asked for that are not there
     ├── DisagreementError (RuntimeError)  processes of one run do different things
     ├── LaunchError (RuntimeError)        a run of several processes could not begin
+    ├── LegacyError (RuntimeError)        an old program does what has no meaning today
+    │   └── LegacyImportError (ImportError)   or asks for a name that nothing takes the place of
     ├── ModelError (TypeError)            what was given is not a model we can train
     ├── OutputError (OSError)             results cannot be written where they were asked for
     ├── SettingError (ValueError)         a number or a name that training cannot go by
     ├── SlurmError (RuntimeError)         Slurm cannot do what was asked of it, or a job of it
+    ├── SourceError (ValueError)          a file to be migrated cannot be read or written
     ├── StartedError (RuntimeError)       the backend fixed its devices before we were asked
     ├── StrategyError (RuntimeError)      a part of an own training loop was used where it cannot be
     └── WorkerError (RuntimeError)        a replica's process died or does not answer
@@ -48,6 +51,14 @@ class LaunchError(UnisonoError, RuntimeError):
     """A run of several processes could not begin: its description or its meeting point is wrong."""
 
 
+class LegacyError(UnisonoError, RuntimeError):
+    """An old program does something that cannot be translated to today's Keras."""
+
+
+class LegacyImportError(LegacyError, ImportError):
+    """An old program asks for a name that nothing takes the place of."""
+
+
 class ModelError(UnisonoError, TypeError):
     """The object given is not a Keras model, or one that cannot be split over replicas."""
 
@@ -62,6 +73,10 @@ class SettingError(UnisonoError, ValueError):
 
 class SlurmError(UnisonoError, RuntimeError):
     """Slurm is not there, refuses, or was asked for what it does not have."""
+
+
+class SourceError(UnisonoError, ValueError):
+    """A file that was to be migrated is not what it seems, or could not be replaced."""
 
 
 class StartedError(UnisonoError, RuntimeError):

@@ -5,6 +5,7 @@ Slurm's srun, the nodes and where they meet are known from there.
 """
 
 import argparse
+import contextlib
 import os
 import socket
 import sys
@@ -45,6 +46,9 @@ def add_to(commands: Any) -> None:
     _add_devices(parser.add_argument_group("processes of this node"))
     _add_nodes(parser.add_argument_group("several nodes"))
     _add_output(parser.add_argument_group("output and time"))
+    parser.add_argument(
+        "--legacy", action="store_true", help="make names work that Keras and TensorFlow removed"
+    )
     parser.add_argument("-m", dest="is_module", action="store_true", help="run a module")
     # One argument for both: of a script by itself, argparse would take a `--` that follows.
     parser.add_argument(
@@ -87,6 +91,8 @@ def request_of(options: argparse.Namespace, step: Step | None = None) -> Request
         options.nodes, options.node_rank = step.num_nodes, step.node
         options.coordinator, secret = coordinator(step, os.environ, options.start_timeout)
     _check_nodes(options)
+    if options.legacy:
+        _check_source(program[0])
     num_processes, gpus = _devices(options, step)
     if step is not None and gpus is None:
         _remark_on_cores(step, num_processes)
@@ -103,9 +109,20 @@ def request_of(options: argparse.Namespace, step: Step | None = None) -> Request
         world_size=options.np,
         log_folder=options.log_dir,
         is_all_shown=options.show == "all",
+        is_legacy=options.legacy,
         timeout_s=options.timeout,
         start_timeout_s=options.start_timeout,
     )
+
+
+def _check_source(name: str) -> None:
+    """Say that an old program is Python 2, before processes are started that all say less."""
+    from unisono.compat.syntax import check_syntax
+
+    path = Path(name)
+    if path.suffix == ".py" and path.is_file():
+        with contextlib.suppress(OSError):  # Told when it is to be run.
+            check_syntax(path.read_bytes(), name)
 
 
 def _program(options: argparse.Namespace) -> tuple[str, ...]:
@@ -120,6 +137,7 @@ def _become_rank(options: argparse.Namespace) -> None:
         for name in ("replicas", "gpus", "np", "memory", "cpu_threads", "log_dir", "interface")
         if getattr(options, name) is not None
     ]
+    given += ["--legacy"] * options.legacy
     if given:
         raise _UsageError(
             f"{', '.join(given)} needs one task on each node, and Slurm started more: #SBATCH "
@@ -174,11 +192,10 @@ def _with_hosts(options: argparse.Namespace, program: Sequence[str]) -> argparse
     if options.hosts is not None:
         entries = merge_local(parse_hosts(options.hosts), local_names())
         entries = spread(entries, options.np)
+        words = ("--legacy", *program) if options.legacy else program
         is_here = len(entries) == 1 and entries[0].host in local_names()
         if options.nodes is None and not is_here:
-            raise _UsageError(
-                f"-H names other hosts. {how_to_start(entries, program, _free_port())}"
-            )
+            raise _UsageError(f"-H names other hosts. {how_to_start(entries, words, _free_port())}")
         if (options.nodes or 1) != len(entries):
             raise _UsageError(f"--nodes is {options.nodes}, and -H fills {len(entries)} host(s)")
         here = entries[min(options.node_rank or 0, len(entries) - 1)].slots

@@ -683,6 +683,17 @@ TABLE = [
         is_read_from_instance("predict_step"),
         ("tensorflow", "torch"),
     ),
+    Name(
+        "keras._tf_keras.keras.preprocessing.image:ImageDataGenerator",
+        "compat.images",
+        "to give old programs their image generators without TensorFlow",
+        lambda model: takes(
+            lookup("keras._tf_keras.keras.preprocessing.image:ImageDataGenerator.flow"),
+            "x",
+            "y",
+            "batch_size",
+        ),
+    ),
     # -- JAX -----------------------------------------------------------------------------------
     Name(
         "jax._src:distributed",

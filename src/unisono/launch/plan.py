@@ -18,6 +18,8 @@ from unisono.topology import COORDINATOR, JOINED
 
 TIMEOUT = "UNISONO_TIMEOUT"
 START_TIMEOUT = "UNISONO_START_TIMEOUT"
+LEGACY = "UNISONO_LEGACY"
+"""Tells a process to make old names work before its program runs; `bootstrap.py` reads it."""
 
 _LIBRARY_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _TENSORFLOW_THREADS = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
@@ -61,6 +63,7 @@ def seats(
     num_cores: int,
     policy: Policy,
     given: Mapping[str, str],
+    is_legacy: bool = False,
 ) -> list[Seat]:
     """Each process' devices, cores and threads.
 
@@ -81,6 +84,8 @@ def seats(
         if policy != Policy():
             # Which GPU it has is said above.
             env[POLICY] = dataclasses.replace(policy, gpus=None).to_text()
+        if is_legacy:
+            env[LEGACY] = "1"
         found.append(Seat(env, pinned))
     return found
 
@@ -104,7 +109,8 @@ def environment(
         "PYTHONUNBUFFERED": 1,
     }
     # The number of replicas is the number of processes now.
-    kept = {name: value for name, value in given.items() if name not in (REPLICAS, JOINED, POLICY)}
+    ours = (REPLICAS, JOINED, POLICY, LEGACY)
+    kept = {name: value for name, value in given.items() if name not in ours}
     if facts.interface is not None:
         kept = dict.fromkeys(_INTERFACES, facts.interface) | kept
     return kept | seat.env | {name: str(value) for name, value in place.items()}

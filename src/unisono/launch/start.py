@@ -57,6 +57,8 @@ class Request:
     world_size: int | None = None
     log_folder: Path | None = None
     is_all_shown: bool = False
+    is_legacy: bool = False
+    """Whether names that Keras has removed are to work in the program."""
     timeout_s: float = 600.0
     start_timeout_s: float = 300.0
     interrupt_s: float = 5.0
@@ -108,6 +110,7 @@ def _seats(request: Request) -> list[Seat]:
         num_cores=num_cores(),
         policy=request.policy,
         given=os.environ,
+        is_legacy=request.is_legacy,
     )
 
 
