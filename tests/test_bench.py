@@ -75,7 +75,7 @@ def test_the_ways_of_a_race():
     names = [way.name for way in ways_of("torch", [1, 2], has_peers=False)]
     assert names == [
         "plain-2",
-        "one-1",
+        "one-2",
         "apart-1",
         "together-1",
         "apart-2",

@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
 def ways_of(backend: str, counts: list[int], *, has_peers: bool) -> list[Way]:
     """All ways that are raced, in the order of the table."""
     most = max(counts)
-    ways = [Way("plain", most, 1), Way("one", 1, 1)]
+    ways = [Way("plain", most, 1), Way("one", most, 1)]
     for count in counts:
         ways.append(Way("apart", count, count))
         ways.append(Way("together", count, count, is_launched=True))

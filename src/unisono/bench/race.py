@@ -35,6 +35,7 @@ class Way:
     kind: str
     """`plain`, `one`, `apart`, `together`, `inside`, or the name of a peer."""
     num_replicas: int
+    """Whose rows a step trains on; `plain` and `one` do so on one replica."""
     num_processes: int
     is_launched: bool = False
     """By `unisono run`; else each process is pinned to its cores here."""

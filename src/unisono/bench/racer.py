@@ -58,7 +58,7 @@ Pass = Callable[[], None]
 
 
 def _own(kind: str) -> Callable[[str, int, int], Pass] | None:
-    ways = {"plain": _plain, "apart": _plain, "one": _inside, "inside": _inside}
+    ways = {"plain": _plain, "apart": _plain, "one": _one, "inside": _inside}
     return {**ways, "together": _together}.get(kind)
 
 
@@ -71,6 +71,16 @@ def _peer(kind: str) -> Callable[[str, int, int], Pass]:
 def _plain(net: str, num_steps: int, num_replicas: int) -> Pass:
     """Keras alone, on the rows of so many replicas."""
     model = make(net)
+    batch = PER_REPLICA[net] * num_replicas
+    x, y = data(net, batch * num_steps)
+    return _fit(model, x, y, batch)
+
+
+def _one(net: str, num_steps: int, num_replicas: int) -> Pass:
+    """unisono.parallel on one replica, which has the rows of so many."""
+    import unisono
+
+    model = unisono.parallel(make(net), replicas=1)
     batch = PER_REPLICA[net] * num_replicas
     x, y = data(net, batch * num_steps)
     return _fit(model, x, y, batch)

@@ -10,6 +10,7 @@ from unisono.bench.race import Lap, Race
 # What a way is held against: measured, or for a user's script worked out from its first run.
 _LIMITS = ("apart", "ideal")
 _MUCH = 0.08
+_ONE_REPLICA = ("plain", "one")
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Shares:
 
 TITLES = {
     "plain": "plain Keras, 1 process, all cores",
-    "one": "unisono, 1 replica",
+    "one": "unisono, 1 replica, all cores",
     "apart": "the limit: processes that never talk",
     "ideal": "ideal: as many times one replica",
     "together": "unisono run",
@@ -64,7 +65,7 @@ def rows(race: Race, titles: dict[str, str]) -> list[Row]:
             Row(
                 name,
                 titles.get(kind, kind),
-                int(count),
+                1 if kind in _ONE_REPLICA else int(count),
                 median,
                 (max(rates) - min(rates)) / median,
                 ratio(laps, _limit(race, count)) if kind not in _LIMITS else None,
