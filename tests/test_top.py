@@ -40,7 +40,7 @@ def ranks(*changes, **more) -> list[RankEvents]:
         ([{}, {"is_alive": False}], "rank 1 is gone"),
         ([{"is_alive": False}, {"is_alive": False}], "has ended"),
         ([{}, {}, {"at": 80.0}], "rank 2 is silent for 10 s and more"),
-        ([{}, {"steps_per_s": 0.0}], "rank 1 is idle: no step in the last second"),
+        ([{}, {"steps_per_s": 0.0}], "rank 1 is idle: no step for some time"),
         ([{}, {}, {"steps_per_s": 8.0}], "rank 2 is slower than the others by 15% and more"),
         ([{"input_wait": 0.6}, {"input_wait": 0.5}], "waits for its input 55% of the time"),
     ],

@@ -331,6 +331,28 @@ def check_files_are_plain():
     assert config["config"]["learning_rate"]["class_name"] == "InverseTimeDecay"
 
 
+def check_files_keep_their_names():
+    model = small_model()
+    model.compile("sgd", "sparse_categorical_crossentropy", metrics=["acc"])
+    whole = keras.callbacks.ModelCheckpoint(str(FOLDER / "m.{epoch:02d}-{val_acc:.2f}.hdf5"))
+    weights = keras.callbacks.ModelCheckpoint(str(FOLDER / "w.h5"), save_weights_only=True)
+    model.fit(X, Y, validation_data=(X, Y), callbacks=[whole, weights], verbose=0)
+    (saved,) = FOLDER.glob("m.01-*.hdf5")
+    for name in ("final.h5", "final.hdf5", "final", "final.weights.h5"):
+        model.save_weights(FOLDER / name)
+    expected = model.get_weights()
+    for name in ("w.h5", "final.h5", "final.hdf5", "final", "final.weights.h5"):
+        other = small_model()
+        other.load_weights(FOLDER / name)
+        for one, two in zip(expected, other.get_weights(), strict=True):
+            np.testing.assert_array_equal(one, two)
+    loaded = keras.models.load_model(saved)
+    np.testing.assert_array_equal(loaded.get_weights()[0], expected[0])
+    # A file of Keras 2 itself, which lists its layers, is read as such.
+    model.save(FOLDER / "whole.h5")
+    small_model().load_weights(FOLDER / "whole.h5")
+
+
 def check_libraries_see_plain_names():
     if HAS_TENSORFLOW:
         # As a library would: code whose module is one of TensorFlow's.

@@ -36,7 +36,7 @@ class Placement:
 
     def __str__(self) -> str:
         if self.num_processes > 1:
-            kind = "gpu" if self.is_simulated else self.kind
+            kind = "simulated gpu" if self.is_simulated else self.kind
             return f"a {kind} in each of {self.num_processes} processes"
         ids = ", ".join(str(i) for i in self.indices)
         if self.is_simulated:

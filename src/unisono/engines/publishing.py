@@ -20,6 +20,8 @@ from unisono.events import EventFile, Progress, Writer, ticks_of
 from unisono.launch.world import current_world
 
 _EVERY_S = 1.0
+# A step that takes so many times as long as the last ones is none any more.
+_LATE_STEPS = 3.0
 
 
 class Publish:
@@ -73,18 +75,19 @@ class Publish:
     def _publish(self) -> None:
         file = EventFile(self._folder, self._writer())
         world = current_world()
-        steps, waited_s, at = self._num_steps, self._waited_s, time.perf_counter()
+        pace = Pace(self._last_end)
+        waited_s, at = self._waited_s, time.perf_counter()
         met_s = world.waited_s if world is not None else 0.0
         is_over = False
         while file.is_open and not is_over:
             is_over = self._is_over.wait(_EVERY_S)
             now = time.perf_counter()
             past_s = max(now - at, 1e-9)
-            rate = (self._num_steps - steps) / past_s
+            rate = pace.steps_per_s(self._num_steps, self._last_end, now)
             wait = min(1.0, (self._waited_s - waited_s) / past_s) if self._waited_s else None
             peers = None if world is None else min(1.0, (world.waited_s - met_s) / past_s)
             file.write(self._progress(rate, wait, peers, is_over))
-            steps, waited_s, at = self._num_steps, self._waited_s, now
+            waited_s, at = self._waited_s, now
             met_s = world.waited_s if world is not None else 0.0
         file.close()
 
@@ -125,6 +128,24 @@ class Publish:
             program=" ".join(sys.argv)[:200],
             began=time.time(),
         )
+
+
+class Pace:
+    """Steps a second, from the times at which steps ended: a second may hold a part of one."""
+
+    def __init__(self, begun: float) -> None:
+        self._num_steps = 0
+        self._end = begun
+        self._rate = 0.0
+
+    def steps_per_s(self, num_steps: int, last_end: float, now: float) -> float:
+        """Of the steps since the last look; as before while the next one is under way."""
+        if num_steps > self._num_steps and last_end > self._end:
+            self._rate = (num_steps - self._num_steps) / (last_end - self._end)
+            self._num_steps, self._end = num_steps, last_end
+        elif (now - self._end) * self._rate > _LATE_STEPS:
+            self._rate = 0.0
+        return self._rate
 
 
 def _is_plain_iterator(data: Any) -> bool:

@@ -11,6 +11,7 @@ from unisono.migrate.api import is_in_keras
 from unisono.migrate.calls import CALLS, OPTIMIZERS, Caller, translate_method, translate_optimizer
 from unisono.migrate.expressions import expression, source_of
 from unisono.migrate.facts import Facts
+from unisono.migrate.file_names import FILE_NAMES, has_old_file_name
 from unisono.migrate.statements import Step, removed
 
 _METHODS = {method.old: method for method in METHODS}
@@ -151,6 +152,8 @@ class Rewriting(Step):
     # -- calls -------------------------------------------------------------------------------------
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> Any:
+        if has_old_file_name(original_node):
+            self.remark(FILE_NAMES)
         dotted = self.dotted(original_node.func)
         if dotted is not None:
             change = change_of(dotted)

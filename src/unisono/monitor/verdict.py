@@ -28,7 +28,7 @@ def verdict_on_run(ranks: Sequence[RankEvents], now: float | None = None) -> str
         return f"{_named(silent)} silent for {_STALE_S:g} s and more"
     waiting = [e.writer.rank for e in here if e.last and not e.last.steps_per_s]
     if waiting:
-        return f"{_named(waiting)} idle: no step in the last second"
+        return f"{_named(waiting)} idle: no step for some time"
     if lagging := _lagging(here):
         return f"{_named(lagging)} slower than the others by {_LAG:.0%} and more"
     waits = [e.last.input_wait for e in here if e.last and e.last.input_wait is not None]

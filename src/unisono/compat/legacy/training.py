@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from unisono.compat.knowledge import LOADING, METHODS, Method
-from unisono.compat.legacy import keys
+from unisono.compat.legacy import files, keys
 from unisono.compat.legacy.lines import announce
 from unisono.launch.world import current_world
 
@@ -39,6 +39,7 @@ def patch(keras: Any) -> None:
     model.reset_states = _reset_layers
     keras.metrics.Metric.reset_states = _renamed("reset_states", "metric.")
     keys.patch(keras)
+    files.patch(keras)
 
 
 def _with_generator(method: Method) -> Callable[..., Any]:

@@ -1,0 +1,87 @@
+"""Files of weights under the names of their time: `weights.h5`, `w.hdf5`, or no ending at all.
+
+Keras 3 writes weights to `*.weights.h5` only, and reads what has another name as a file of Keras 2.
+Here a file keeps the name that the program gives it, with Keras 3's contents.
+"""
+
+import functools
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from unisono.compat.legacy.lines import announce
+
+_ENDING = ".weights.h5"
+_ENDINGS_OF_MODELS = (".keras", ".h5")
+_OLD_ENDING = ".hdf5"
+
+
+def patch(keras: Any) -> None:
+    model, checkpoint = keras.Model, keras.callbacks.ModelCheckpoint
+    model.save_weights = _saving(model.save_weights)
+    model.load_weights = _loading(model.load_weights)
+    checkpoint.__init__ = _naming(checkpoint.__init__)
+
+
+def _saving(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def save_weights(self: Any, filepath: Any, overwrite: bool = True, **more: Any) -> Any:
+        path = os.fspath(filepath)
+        if path.endswith(_ENDING):
+            return plain(self, filepath, overwrite, **more)
+        announce("a file of weights of another name", f"model.save_weights('…{_ENDING}')")
+        draft = path + _ENDING
+        plain(self, draft, overwrite, **more)
+        os.replace(draft, path)
+        return None
+
+    return save_weights
+
+
+def _loading(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def load_weights(self: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+        path = Path(os.fspath(filepath))
+        if path.name.endswith(_ENDING) or not _is_of_today(path):
+            return plain(self, filepath, *args, **kwargs)
+        with tempfile.TemporaryDirectory() as folder:
+            named = Path(folder) / f"named{_ENDING}"
+            try:
+                named.symlink_to(path.resolve())
+            except OSError:
+                shutil.copy(path, named)
+            return plain(self, named, *args, **kwargs)
+
+    return load_weights
+
+
+def _naming(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a checkpoint have any name; its model is saved as that of Keras 2 was."""
+
+    @functools.wraps(plain)
+    def __init__(self: Any, filepath: Any, *args: Any, **kwargs: Any) -> None:
+        path = os.fspath(filepath)
+        # Its fourth argument after the path, in Keras 2 and 3.
+        is_weights = kwargs.get("save_weights_only", args[3] if len(args) > 3 else False)
+        endings = (_ENDING,) if is_weights else _ENDINGS_OF_MODELS
+        if path.endswith(endings) or not (is_weights or path.endswith(_OLD_ENDING)):
+            plain(self, filepath, *args, **kwargs)
+            return
+        announce("ModelCheckpoint with a file of another name", f"'…{endings[0]}'")
+        plain(self, path + endings[-1], *args, **kwargs)
+        self.filepath = path
+
+    return __init__
+
+
+def _is_of_today(path: Path) -> bool:
+    """Whether a file has weights as Keras 3 writes them: Keras 2 listed the layers' names."""
+    import h5py  # type: ignore[import-untyped]
+
+    if not path.is_file() or not h5py.is_hdf5(path):
+        return False
+    with h5py.File(path) as file:
+        return "layer_names" not in file.attrs and "model_weights" not in file
