@@ -106,7 +106,7 @@ def test_without_anything_to_set_up_it_is_short():
     assert "set -e" not in script
 
 
-@given(st.lists(st.text(st.characters(exclude_characters="\0")), max_size=4))
+@given(st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\0")), max_size=4))
 def test_the_program_gets_its_words_as_they_were_given(words):
     """By a real shell, which is given the script's last line with another command."""
     script = batch_script(Job(program=("a.py", *words), name="a"))
