@@ -84,6 +84,7 @@ class Recorder(keras.callbacks.Callback):
             self.model.stop_training = True
 
     def on_test_begin(self, logs: Any = None) -> None:
+        self._wait_for_steps()
         self._test_begin_s = time.perf_counter()
         if self.model.stop_training:
             raise _Interrupted
@@ -94,6 +95,7 @@ class Recorder(keras.callbacks.Callback):
             raise _Interrupted
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._wait_for_steps()
         now = time.perf_counter()
         train_s = (self._test_begin_s or now) - self._epoch_begin_s
         row = {
@@ -111,6 +113,10 @@ class Recorder(keras.callbacks.Callback):
             self._write_history(is_last=False)
         if self._is_interrupted:
             self.model.stop_training = True
+
+    def _wait_for_steps(self) -> None:
+        """Let the device end the steps that Keras has given it: they are not part of the test."""
+        keras.ops.convert_to_numpy(self.model.optimizer.iterations)
 
     def _interrupt(self, number: int, frame: Any) -> None:
         if self._is_interrupted:
