@@ -70,20 +70,14 @@ def _peer(kind: str) -> Callable[[str, int, int], Pass]:
 
 def _plain(net: str, num_steps: int, num_replicas: int) -> Pass:
     """Keras alone, on the rows of so many replicas."""
-    model = make(net)
-    batch = PER_REPLICA[net] * num_replicas
-    x, y = data(net, batch * num_steps)
-    return _fit(model, x, y, batch)
+    return _fit_of(make(net), net, num_steps, num_replicas)
 
 
 def _one(net: str, num_steps: int, num_replicas: int) -> Pass:
     """unisono.parallel on one replica, which has the rows of so many."""
     import unisono
 
-    model = unisono.parallel(make(net), replicas=1)
-    batch = PER_REPLICA[net] * num_replicas
-    x, y = data(net, batch * num_steps)
-    return _fit(model, x, y, batch)
+    return _fit_of(unisono.parallel(make(net), replicas=1), net, num_steps, num_replicas)
 
 
 def _inside(net: str, num_steps: int, num_replicas: int) -> Pass:
@@ -91,9 +85,7 @@ def _inside(net: str, num_steps: int, num_replicas: int) -> Pass:
     import unisono
 
     model = unisono.parallel(make(net), replicas=num_replicas)
-    batch = PER_REPLICA[net] * num_replicas
-    x, y = data(net, batch * num_steps)
-    return _fit(model, x, y, batch)
+    return _fit_of(model, net, num_steps, num_replicas)
 
 
 def _together(net: str, num_steps: int, num_replicas: int) -> Pass:
@@ -101,9 +93,7 @@ def _together(net: str, num_steps: int, num_replicas: int) -> Pass:
     import unisono
 
     model = unisono.parallel(make(net))
-    batch = PER_REPLICA[net] * num_replicas
-    x, y = data(net, batch * num_steps)
-    return Told(model, _fit(model, x, y, batch))
+    return Told(model, _fit_of(model, net, num_steps, num_replicas))
 
 
 class Told:
@@ -147,7 +137,10 @@ class Told:
         return (ends[-1] - ends[0]) * len(ends) / max(1, len(ends) - 1)
 
 
-def _fit(model: Any, x: Any, y: Any, batch: int) -> Pass:
+def _fit_of(model: Any, net: str, num_steps: int, num_replicas: int) -> Pass:
+    batch = PER_REPLICA[net] * num_replicas
+    x, y = data(net, batch * num_steps)
+
     def fit() -> None:
         model.fit(x, y, batch_size=batch, verbose=0)
 
