@@ -431,6 +431,7 @@ def test_a_run_from_python_shows_and_tells(folder):
     assert outcome.first.traceback.endswith("ValueError: boom\n")
     assert shown[1] == b"rank 0 of 2 is here\n"
     assert b"PeerLostError: Rank 1 " in shown[2]
+    assert b"Traceback" not in shown[2]  # The outcome has the one that matters.
     assert ended_within(pids_in(folder), 0.5)
 
 

@@ -498,6 +498,22 @@ def test_an_encoding_and_line_ends_stay(tmp_path):
     assert path.read_bytes() == before.replace("states", "state").encode("latin-1")
 
 
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("for i in xrange(3):\n    pass\n", ["xrange is Python 2: write range."]),
+        ("name = raw_input('name? ')\n", ["raw_input is Python 2: write input."]),
+        ("try:\n    xrange\nexcept NameError:\n    xrange = range\nxrange(3)\n", []),
+        ("from functools import reduce\nreduce(max, [1])\n", []),
+        ("numpy.xrange(3)\n", []),
+    ],
+)
+def test_functions_of_python_2_are_remarked_on(code, said):
+    done = migrate_source(code.encode(), "old.py")
+    assert [remark.text for remark in done.remarks] == said
+    assert migrate_source(done.code, "old.py").code == done.code
+
+
 def test_what_needs_a_person_is_listed_with_lines(tmp_path, capsys):
     path = tmp_path / "old.py"
     path.write_text("import tensorflow as tf\n\nx = tf.placeholder(tf.float32)\n")

@@ -27,8 +27,9 @@ GPU = Device(
 def ranks(*changes, **more) -> list[RankEvents]:
     found = []
     for rank, change in enumerate(changes):
-        is_alive = change.pop("is_alive", True)
-        last = progress(**{"at": 100.0, **change})
+        is_alive = change.get("is_alive", True)
+        known = {name: value for name, value in change.items() if name != "is_alive"}
+        last = progress(**{"at": 100.0, **known})
         found.append(RankEvents(writer(rank=rank, world_size=len(changes), **more), last, is_alive))
     return found
 
@@ -38,7 +39,18 @@ def ranks(*changes, **more) -> list[RankEvents]:
     [
         ([{}, {}], "all 2 replicas here work evenly"),
         ([{}, {"is_alive": False}], "rank 1 is gone"),
-        ([{"is_alive": False}, {"is_alive": False}], "has ended"),
+        ([{"is_alive": False, "is_over": True}] * 2, "has ended"),
+        (
+            [{"is_alive": False, "is_over": True}, {"is_alive": False}],
+            "has ended before its training: rank 1 is gone",
+        ),
+        (
+            [
+                {"is_alive": False, "is_over": True, "failed_with": "PeerLostError", "at": 100.5},
+                {"is_alive": False, "is_over": True, "failed_with": "ValueError"},
+            ],
+            "was stopped by ValueError (rank 1)",
+        ),
         ([{}, {}, {"at": 80.0}], "rank 2 is silent for 10 s and more"),
         ([{}, {"steps_per_s": 0.0}], "rank 1 is idle: no step for some time"),
         ([{}, {}, {"steps_per_s": 8.0}], "rank 2 is slower than the others by 15% and more"),
@@ -117,6 +129,12 @@ def test_the_command_as_text_and_json(tmp_path):
     assert told["runs"][0]["verdict"] == "all 1 replica here work evenly"
     assert told["runs"][0]["ranks"][0]["last"]["loss"] == 0.5
     assert told["devices"]["cores"]
+
+
+def test_lines_are_whole_in_a_pipe_and_no_run_is_said(tmp_path):
+    EventFile(tmp_path, writer(world_size=1, program="x" * 300)).write(progress(at=time.time()))
+    assert "x" * 300 in top("--once", UNISONO_RUNS=str(tmp_path)).stdout
+    assert "No run of unisono" in top("--once", UNISONO_RUNS=str(tmp_path / "none")).stdout
 
 
 @pytest.mark.parametrize("count", [4, 8])

@@ -61,7 +61,7 @@ def main() -> None:
         error.__traceback__ = _own_part(error.__traceback__)
         code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
         _tell(line, error, code)
-        sys.excepthook(type(error), error, error.__traceback__)
+        _show(error)
         sys.exit(code)
     _send(line, {"kind": "ended"})
 
@@ -156,6 +156,14 @@ def _tell(line: socket.socket, error: BaseException, code: int) -> None:
     text = "".join(traceback.format_exception(error))
     message = {"kind": _kind(error), "error": type(error).__name__, "code": code}
     _send(line, {**message, "traceback": text[-_MOST_CHARACTERS:]})
+
+
+def _show(error: BaseException) -> None:
+    if _is_echo(error) and sys.excepthook is sys.__excepthook__:
+        # Where it was met does not matter: the launcher shows the traceback of what it is due to.
+        print(*traceback.format_exception_only(error), sep="", end="", file=sys.stderr)
+    else:
+        sys.excepthook(type(error), error, error.__traceback__)
 
 
 def _kind(error: BaseException) -> str:

@@ -63,6 +63,8 @@ class Progress:
     peer_wait: float | None = None
     """The share of the time in which this process waited for others of its run."""
     is_over: bool = False
+    failed_with: str | None = None
+    """The name of the error that ended training."""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,8 @@ def run(options: argparse.Namespace) -> int:
     elif options.once or not sys.stdout.isatty():
         look()
         time.sleep(_EVERY_S)
-        print("\n".join(lines(*look(), width=shutil.get_terminal_size((100, 40)).columns)))
+        width = shutil.get_terminal_size((100, 40)).columns
+        print("\n".join(lines(*look(), width=width, is_cut=sys.stdout.isatty())))
     else:
         _live()
     return 0

@@ -49,6 +49,20 @@ def test_a_fit_publishes_how_it_goes(tmp_path, monkeypatch):
     assert ended.last.is_over
 
 
+def test_what_stopped_a_training_is_published(tmp_path, monkeypatch):
+    monkeypatch.setenv("UNISONO_RUNS", str(tmp_path))
+
+    class Break(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None) -> None:
+            raise RuntimeError("broken on purpose")
+
+    with pytest.raises(RuntimeError, match="broken on purpose"):
+        net().fit(X, Y, batch_size=8, verbose=0, callbacks=[Break()])
+    (ended,) = next(iter(read_runs(tmp_path).values()))
+    assert ended.last.is_over
+    assert ended.last.failed_with == "RuntimeError"
+
+
 def test_nothing_is_published_where_nobody_wants_it(tmp_path, monkeypatch):
     monkeypatch.setenv("UNISONO_RUNS", "")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))

@@ -24,8 +24,8 @@ class Watcher(Protocol):
     def after(self, result: Any) -> None:
         """It was run, or is under way on the device."""
 
-    def end(self) -> None:
-        """Training has ended, well or not."""
+    def end(self, error: BaseException | None) -> None:
+        """Training has ended, with what stopped it."""
 
 
 @runtime_checkable
@@ -56,12 +56,17 @@ def watched(
             args = (*args[:_PLACE], callbacks, *args[_PLACE + 1 :])
         else:
             kwargs["callbacks"] = callbacks
+        error: BaseException | None = None
         try:
             return fit(*args, **kwargs)
+        except BaseException as raised:
+            error = raised
+            raise
         finally:
             watch.restore()  # Keras does not say that training has ended when it is interrupted.
             for watcher in chosen:
-                watcher.end()
+                watcher.end(error)
+            error = None  # It holds this frame.
 
     return watched_fit
 

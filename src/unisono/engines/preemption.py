@@ -39,7 +39,7 @@ class MakeRoom:
     def after(self, result: Any) -> None:
         pass
 
-    def end(self) -> None:
+    def end(self, error: BaseException | None) -> None:
         if self._model is not None:
             heed(False)
         self._model = None

@@ -34,6 +34,7 @@ class Publish:
         self._num_steps = 0
         self._waited_s = 0.0
         self._logs: Any = None
+        self._failed_with: str | None = None
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -57,7 +58,8 @@ class Publish:
         self._logs = result[0] if isinstance(result, tuple) else result
         self._last_end = time.perf_counter()
 
-    def end(self) -> None:
+    def end(self, error: BaseException | None) -> None:
+        self._failed_with = type(error).__name__ if error is not None else None
         self._is_over.set()
         if self._thread is not None:
             self._thread.join(0.2)  # It never keeps a program waiting for long.
@@ -109,6 +111,7 @@ class Publish:
             loss=_loss(self._logs),
             peer_wait=peers,
             is_over=is_over,
+            failed_with=self._failed_with,
         )
 
     def _writer(self) -> Writer:

@@ -12,6 +12,7 @@ from unisono.migrate.calls import CALLS, OPTIMIZERS, Caller, translate_method, t
 from unisono.migrate.expressions import expression, source_of
 from unisono.migrate.facts import Facts
 from unisono.migrate.file_names import FILE_NAMES, has_old_file_name
+from unisono.migrate.python_2 import PYTHON_2
 from unisono.migrate.statements import Step, removed
 
 _METHODS = {method.old: method for method in METHODS}
@@ -154,6 +155,9 @@ class Rewriting(Step):
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> Any:
         if has_old_file_name(original_node):
             self.remark(FILE_NAMES)
+        called = source_of(original_node.func)
+        if called in PYTHON_2 and not self._is_bound(original_node.func):
+            self.remark(f"{called} is Python 2: write {PYTHON_2[called]}.")
         dotted = self.dotted(original_node.func)
         if dotted is not None:
             change = change_of(dotted)
@@ -163,6 +167,9 @@ class Rewriting(Step):
             if today(canonical(dotted)).startswith(OPTIMIZERS):
                 return translate_optimizer(updated_node, caller)
         return self._method(original_node, updated_node)
+
+    def _is_bound(self, node: cst.CSTNode) -> bool:
+        return bool(self.get_metadata(QualifiedNameProvider, node, set()))
 
     def _method(self, original: cst.Call, updated: cst.Call) -> Any:
         if not isinstance(original.func, cst.Attribute):

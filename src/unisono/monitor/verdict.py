@@ -19,7 +19,7 @@ def verdict_on_run(ranks: Sequence[RankEvents], now: float | None = None) -> str
     gone = [events.writer.rank for events in ranks if not events.is_alive]
     size = ranks[0].writer.world_size
     if len(gone) == len(ranks):
-        return "has ended"
+        return _ended(ranks)
     if gone:
         return f"{_named(gone)} gone"
     here = [events for events in ranks if events.last is not None]
@@ -54,6 +54,18 @@ def verdict_on_devices(devices: Sequence[Device]) -> str:
     if idle:
         return f"{_named(idle, 'GPU')} idle, others work"
     return f"all {len(known)} GPUs work" if known else ""
+
+
+def _ended(ranks: Sequence[RankEvents]) -> str:
+    """How a run ended of which no process is left."""
+    failed = [e for e in ranks if e.last is not None and e.last.failed_with]
+    if failed:
+        first = min(failed, key=lambda e: e.last.at if e.last is not None else 0.0)
+        assert first.last is not None
+        return f"was stopped by {first.last.failed_with} (rank {first.writer.rank})"
+    if cut := [e.writer.rank for e in ranks if e.last is None or not e.last.is_over]:
+        return f"has ended before its training: {_named(cut)} gone"
+    return "has ended"
 
 
 def _lagging(ranks: Sequence[RankEvents]) -> list[int]:

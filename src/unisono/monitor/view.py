@@ -18,12 +18,14 @@ def lines(
     width: int,
     height: int | None = None,
     now: float | None = None,
+    *,
+    is_cut: bool = True,
 ) -> list[str]:
-    """The whole view, no line longer than `width`, the runs first where there is little room."""
+    """The whole view, laid out for a width; no line is longer than it where lines are cut."""
     now = time.time() if now is None else now
     parts = [list(_of_runs(runs, readings, width, now)), list(_of_devices(readings, width))]
-    found = [*parts[1], "", *parts[0]] if parts[0] else parts[1]
-    found = [line[:width].rstrip() for line in found]
+    found = [*parts[1], "", *(parts[0] or ["No run of unisono is on this machine."])]
+    found = [line[: width if is_cut else None].rstrip() for line in found]
     if height is not None and len(found) > height:
         more = len(found) - height + 1
         found = [*found[: height - 1], f"… {more} more lines: a taller window shows them"[:width]]

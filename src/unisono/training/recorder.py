@@ -224,7 +224,7 @@ class _Steps:
         # On JAX a step returns its logs and the new state.
         self._bar.update(self.num_done, result[0] if isinstance(result, tuple) else result)
 
-    def end(self) -> None:
+    def end(self, error: BaseException | None) -> None:
         pass
 
 
