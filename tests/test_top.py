@@ -147,8 +147,8 @@ def test_the_gpus_of_a_stand_in_driver(driver_folder, count):
     assert told["verdict"] == "GPU 2 is not answering"
 
 
-@pytest.mark.parametrize(("columns", "rows"), [(100, 30), (40, 12)])
-def test_in_a_real_terminal(tmp_path, columns, rows):
+@pytest.mark.parametrize(("columns", "rows", "count"), [(100, 30, 0), (120, 40, 8), (40, 16, 4)])
+def test_in_a_real_terminal(tmp_path, driver_folder, columns, rows, count):
     if shutil.which("tmux") is None:
         pytest.skip("tmux is not installed")
     EventFile(tmp_path, writer(world_size=1)).write(progress(at=time.time() + 3600))
@@ -160,12 +160,24 @@ def test_in_a_real_terminal(tmp_path, columns, rows):
 
     command = f"{sys.executable} -m unisono top; echo it has ended; sleep 60"
     size = ["-x", str(columns), "-y", str(rows)]
-    env = os.environ | {"UNISONO_RUNS": str(tmp_path)}
+    env = os.environ | {
+        "UNISONO_RUNS": str(tmp_path),
+        "LD_LIBRARY_PATH": str(driver_folder),
+        "STAND_IN_GPUS": str(count),
+        "STAND_IN_LOST": "2",
+        "STAND_IN_LOST_IF": str(tmp_path / "vanished"),
+    }
     words = ["tmux", "-S", socket, "-f", "/dev/null", "new-session", "-d", *size, command]
     subprocess.run(words, env=env, check=True)
     try:
         shown = wait_for(lambda: tmux("capture-pane", "-p"), "train.py:")
         assert max(map(len, shown.splitlines())) <= columns
+        assert ("gpu 0" in shown, "gpu 2" in shown) == (count > 0, count > 0)
+        assert "not answering" not in shown
+        (tmp_path / "vanished").touch()
+        if count:
+            shown = wait_for(lambda: tmux("capture-pane", "-p"), "GPU 2 is not answering")
+            assert "gpu 3" in shown
         tmux("send-keys", "C-c")
         assert "train.py" not in wait_for(lambda: tmux("capture-pane", "-p"), "it has ended")
     finally:
