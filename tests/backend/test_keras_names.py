@@ -474,9 +474,24 @@ TABLE = [
     # -- Keras, on every backend ---------------------------------------------------------------
     Name(
         "_flatten_layers",
-        "batch_norm, parts, torch_replicas, torch_world_replicas",
+        "batch_norm, parts, torch_kernels, torch_replicas, torch_world_replicas",
         "to find the layers of nested models",
         lambda model: norm_of(model) is model.layers[0].layers[1],
+    ),
+    Name(
+        "keras.layers:Conv2D.convolution_op",
+        "torch_kernels",
+        "to tell a convolution that is as Keras wrote it",
+        lambda model: takes(keras.layers.Conv2D.convolution_op, "inputs", "kernel"),
+    ),
+    Name(
+        "pool_mode",
+        "torch_kernels",
+        "to tell pooling by the largest from pooling by the mean",
+        lambda model: (
+            keras.layers.MaxPooling2D(2).pool_mode == "max"
+            and keras.layers.AveragePooling2D(2).pool_mode == "average"
+        ),
     ),
     Name(
         "_non_trainable_variables",

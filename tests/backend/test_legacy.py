@@ -207,6 +207,7 @@ def both_ways(name: str, folder: Path, *words: str, launcher: tuple[str, ...] = 
     return first.stderr + first.stdout
 
 
+@pytest.mark.slow
 def test_a_program_with_multi_gpu_model(tmp_path):
     told = both_ways("cifar10_multi_gpu", tmp_path, "{}")
     assert "line 13: keras.utils.multi_gpu_model is old; write unisono.parallel(model" in told

@@ -14,6 +14,7 @@ import keras
 from unisono.engines.batch_norm import batch_norms, synchronize_moments
 from unisono.engines.hooks import bind_in_step
 from unisono.engines.parts import drifting_variables
+from unisono.engines.replication import Kernels
 from unisono.engines.step import (
     Replica,
     apply_gradients,
@@ -31,10 +32,14 @@ class LoopReplication:
         self,
         current: Callable[[], Any],
         check_first: Callable[[Any, Sequence[Any]], None] | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
-        """`check_first` is given the replica and the variables that an optimizer first updates."""
+        """`check_first` is given the replica and the variables that an optimizer first updates;
+        `kernels`: see replication.
+        """
         self._current = current
         self._check_first = check_first
+        self._kernels = kernels
         self._checked: dict[int, Any] = {}
         self._metrics: dict[int, Any] = {}
         self._models: dict[int, Any] = {}
@@ -54,6 +59,8 @@ class LoopReplication:
             self._models[id(model)] = model
             for layer in batch_norms(model):
                 synchronize_moments(layer, self._current)
+            if self._kernels is not None:
+                self._kernels.use_kernels(model, self._current, sync_batch_norm=True)
 
     def start(self, replica: Replica) -> None:
         replica.state.reduces_updated_only = True

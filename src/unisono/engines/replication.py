@@ -9,7 +9,7 @@ global value. `add_loss` and a user's own `train_step` count as batch means.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import keras
 
@@ -38,6 +38,18 @@ from unisono.engines.step import (
 )
 
 
+class Kernels(Protocol):
+    """Ways of computing layers that a backend has beside Keras' own."""
+
+    def use_kernels(
+        self, model: keras.Model, current: Callable[[], Any], *, sync_batch_norm: bool
+    ) -> None:
+        """Have a model's layers compute by them while a replica's step runs."""
+
+    def leave_kernels(self, model: keras.Model) -> None:
+        """Give the layers back to plain Keras."""
+
+
 class Replication:
     """Hooks on one model, its losses, metrics, optimizers and batch norms.
 
@@ -51,10 +63,12 @@ class Replication:
         current: Callable[[], Replica | None],
         *,
         sync_batch_norm: bool,
+        kernels: Kernels | None = None,
     ) -> None:
         self._model = model
         self._current = current
         self._sync_batch_norm = sync_batch_norm
+        self._kernels = kernels
         self._hooked: list[tuple[Any, str]] = []
         self._drifting: list[Any] = []
         self.prepare()
@@ -68,6 +82,8 @@ class Replication:
                 synchronize_moments(layer, self._current)
             else:
                 keep_moments_local(layer)
+        if self._kernels is not None:
+            self._kernels.use_kernels(model, self._current, sync_batch_norm=self._sync_batch_norm)
         if model._compile_loss is not None:
             self._hook(model._compile_loss, "call", self._call_loss)
         for metric in leaf_metrics(model):
@@ -83,6 +99,8 @@ class Replication:
             unbind(target, name)
         for layer in batch_norms(self._model):
             restore_moments(layer)
+        if self._kernels is not None:
+            self._kernels.leave_kernels(self._model)
 
     def run(self, name: str, data: Any) -> Any:
         """Run the class's own `train_step` or `test_step` on one replica's rows."""

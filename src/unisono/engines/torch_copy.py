@@ -5,6 +5,7 @@ from typing import Any
 import keras
 import torch
 
+from unisono.engines import torch_kernels
 from unisono.engines.checksums import own_checksums
 from unisono.engines.parts import seed_states
 from unisono.engines.replication import Replication
@@ -24,7 +25,10 @@ class WorkerModel:
         self._model, self._variables = unpack(data)
         self._group = group
         self._replication = Replication(
-            self._model, current_replica, sync_batch_norm=sync_batch_norm
+            self._model,
+            current_replica,
+            sync_batch_norm=sync_batch_norm,
+            kernels=torch_kernels,
         )
         self._seeds = {id(state) for state in seed_states(self._model)}
         keras.utils.set_random_seed((seed + group.rank * SEED_STRIDE) % 2**31)

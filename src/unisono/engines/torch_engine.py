@@ -15,6 +15,7 @@ from unisono.devices import Placement
 from unisono.engines.checksums import names_of, own_checksums
 from unisono.engines.torch_collectives import TorchCollectives
 from unisono.engines.torch_devices import move_to
+from unisono.engines.torch_kernels import leave_kernels, use_kernels
 from unisono.engines.torch_loop import TorchLoop
 from unisono.engines.torch_placement import CANNOT_LOG, device_scope, locate
 from unisono.engines.torch_replicas import TorchReplicas
@@ -59,16 +60,20 @@ class TorchEngine:
 
 
 class SingleReplica:
-    """One replica in this process: plain Keras, on the device that was asked for."""
+    """One replica in this process: plain Keras, on the device that was asked for.
+
+    Only layers for images compute by torch_kernels' ways, as they do on many replicas.
+    """
 
     def __init__(self, model: keras.Model, placement: Placement, sync_batch_norm: bool) -> None:
         self.placement = placement
         self.sync_batch_norm = sync_batch_norm
         self._model = model
         move_to(model, placement)
+        use_kernels(model, lambda: None, sync_batch_norm=False, is_alone=True)
 
     def release(self) -> None:
-        """There is nothing to undo."""
+        leave_kernels(self._model)
 
     def variable_names(self) -> list[str]:
         return names_of(self._model)

@@ -13,6 +13,7 @@ import keras
 import torch
 
 from unisono.devices import Placement
+from unisono.engines import torch_kernels
 from unisono.engines.own_loop import LoopReplication, living_keras_objects
 from unisono.engines.parts import seed_states
 from unisono.engines.step import SEED_STRIDE
@@ -35,7 +36,7 @@ class TorchLoop:
     def __init__(self, placement: Placement) -> None:
         self.num_replicas = placement.num_replicas
         self._is_in_world = placement.num_processes > 1
-        self._replication = LoopReplication(current_replica, check_equal)
+        self._replication = LoopReplication(current_replica, check_equal, torch_kernels)
         self._seeds: dict[int, Any] = {}
 
     def begin_epoch(self) -> None:

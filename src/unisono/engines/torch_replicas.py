@@ -15,6 +15,7 @@ import keras
 import torch
 
 from unisono.devices import Placement
+from unisono.engines import torch_kernels
 from unisono.engines.checksums import names_of, own_checksums
 from unisono.engines.hooks import bind, original, unbind
 from unisono.engines.parts import optimizers_of
@@ -49,7 +50,9 @@ class TorchReplicas:
         self._versions = Versions()
         self._depth = 0
         move_to(model, placement)
-        self._replication = Replication(model, current_replica, sync_batch_norm=sync_batch_norm)
+        self._replication = Replication(
+            model, current_replica, sync_batch_norm=sync_batch_norm, kernels=torch_kernels
+        )
         for name in _STEPS:
             bind(model, name, self._step(name))
         for name in _CALLS:

@@ -13,6 +13,7 @@ import keras
 import torch
 
 from unisono.devices import Placement
+from unisono.engines import torch_kernels
 from unisono.engines.checksums import names_of, own_checksums
 from unisono.engines.hooks import bind, original, unbind
 from unisono.engines.parts import leaf_metrics, optimizers_of, seed_states
@@ -50,7 +51,9 @@ class TorchWorldReplicas:
         self._is_known = False
         self._num_steps = 0
         move_to(model, placement)
-        self._replication = Replication(model, current_replica, sync_batch_norm=sync_batch_norm)
+        self._replication = Replication(
+            model, current_replica, sync_batch_norm=sync_batch_norm, kernels=torch_kernels
+        )
         self._begin_alike()
         for name in _STEPS:
             bind(model, name, self._step(name))
