@@ -32,6 +32,9 @@ def share_dataset(shared: Any) -> tf.data.Dataset:
     options = tf.data.Options()
     # As Keras does: they cost more than they bring.
     options.experimental_optimization.apply_default_optimizations = False
+    # The thread that tunes a pipeline wakes up at growing intervals, and the end of an epoch may
+    # have to wait for it: as long as the epoch took, up to a minute.
+    options.autotune.enabled = False
     if shared.arrays._shuffle:
         options.experimental_external_state_policy = tf.data.experimental.ExternalStatePolicy.IGNORE
     return dataset.with_options(options).prefetch(tf.data.AUTOTUNE)
