@@ -107,6 +107,15 @@ def test_the_view_fits_any_window(width, height):
     assert max(map(len, found)) <= width
 
 
+def test_the_verdict_has_room_in_a_narrow_window():
+    long = ranks({}, {}, program="/a/long/way/to/train.py --with many --other words")
+    ended = ranks({"is_alive": False, "is_over": True}, program="old.py")
+    found = lines(Readings(()), {"ended": ended, "run": long}, 48, now=101.0)
+    assert found[1].startswith("train.py --")
+    assert found[1].endswith("…: all 2 replicas here work evenly")
+    assert found[5] == "old.py: has ended"
+
+
 def test_bars():
     assert bar(0.0, 4) == "    "
     assert bar(1.7, 4) == "████"

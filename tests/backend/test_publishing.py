@@ -47,6 +47,7 @@ def test_a_fit_publishes_how_it_goes(tmp_path, monkeypatch):
     (ended,) = next(iter(read_runs(tmp_path).values()))
     assert not ended.is_alive
     assert ended.last.is_over
+    assert (ended.last.epoch, ended.last.step) == (6, 8)
 
 
 def test_what_stopped_a_training_is_published(tmp_path, monkeypatch):

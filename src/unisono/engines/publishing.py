@@ -98,12 +98,13 @@ class Publish:
     ) -> Progress:
         params = _params(self._model)
         num_steps = params.get("steps")
-        epoch = self._num_steps // num_steps if num_steps else 0
+        # The last step of an epoch belongs to it, and not to the next.
+        epoch = max(self._num_steps - 1, 0) // num_steps if num_steps else 0
         return Progress(
             at=time.time(),
             epoch=epoch + 1,
             num_epochs=params.get("epochs"),
-            step=self._num_steps % num_steps if num_steps else self._num_steps,
+            step=self._num_steps - epoch * num_steps if num_steps else self._num_steps,
             num_steps=num_steps,
             samples_per_s=rate * self._global_batch if self._global_batch else None,
             steps_per_s=rate,

@@ -10,6 +10,8 @@ from unisono.monitor.verdict import verdict_on_devices, verdict_on_run
 
 _BAR = "█▉▊▋▌▍▎▏"
 _NARROW = 70
+_SHORTEST_NAME = 8
+_ROOMY = 1000
 
 
 def lines(
@@ -23,7 +25,8 @@ def lines(
 ) -> list[str]:
     """The whole view, laid out for a width; no line is longer than it where lines are cut."""
     now = time.time() if now is None else now
-    parts = [list(_of_runs(runs, readings, width, now)), list(_of_devices(readings, width))]
+    room = width if is_cut else _ROOMY
+    parts = [list(_of_runs(runs, readings, room, now)), list(_of_devices(readings, width))]
     found = [*parts[1], "", *(parts[0] or ["No run of unisono is on this machine."])]
     found = [line[: width if is_cut else None].rstrip() for line in found]
     if height is not None and len(found) > height:
@@ -45,6 +48,20 @@ def bar(share: float | None, width: int) -> str:
     rest = int((filled - whole) * 8)
     text = _BAR[0] * whole + (_BAR[8 - rest] if rest else "")
     return text.ljust(width)
+
+
+def short_name(program: str, length: int) -> str:
+    """A program and its arguments, as much of it as there is room for.
+
+    >>> short_name("/home/ada/train.py --epochs 20", 30)
+    'train.py --epochs 20'
+    >>> short_name("/home/ada/train.py --epochs 20", 14)
+    'train.py --ep…'
+    """
+    path, space, rest = program.partition(" ")
+    name = path.rpartition("/")[2] + space + rest
+    length = max(length, _SHORTEST_NAME)
+    return name if len(name) <= length else name[: length - 1] + "…"
 
 
 def _of_devices(readings: Readings, width: int) -> Iterator[str]:
@@ -96,9 +113,10 @@ def _of_runs(
     runs: Mapping[str, Sequence[RankEvents]], readings: Readings, width: int, now: float
 ) -> Iterator[str]:
     usages = {usage.pid: usage for usage in readings.usages}
-    for ranks in runs.values():
-        writer = ranks[0].writer
-        yield f"{writer.program}: {verdict_on_run(ranks, now)}"
+    # Those that train first, where a small window ends early.
+    for ranks in sorted(runs.values(), key=lambda ranks: not any(e.is_alive for e in ranks)):
+        said = verdict_on_run(ranks, now)
+        yield f"{short_name(ranks[0].writer.program, width - len(said) - 2)}: {said}"
         progress = next((events.last for events in ranks if events.last), None)
         if progress is not None:
             yield "  " + _summary(ranks)
