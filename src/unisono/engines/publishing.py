@@ -75,7 +75,7 @@ class Publish:
             yield batch
 
     def _publish(self) -> None:
-        file = EventFile(self._folder, self._writer())
+        file = EventFile(self._folder, self.writer())
         world = current_world()
         pace = Pace(self._last_end)
         waited_s, at = self._waited_s, time.perf_counter()
@@ -88,14 +88,15 @@ class Publish:
             rate = pace.steps_per_s(self._num_steps, self._last_end, now)
             wait = min(1.0, (self._waited_s - waited_s) / past_s) if self._waited_s else None
             peers = None if world is None else min(1.0, (world.waited_s - met_s) / past_s)
-            file.write(self._progress(rate, wait, peers, is_over))
+            file.write(self.progress(rate, wait, peers, is_over))
             waited_s, at = self._waited_s, now
             met_s = world.waited_s if world is not None else 0.0
         file.close()
 
-    def _progress(
+    def progress(
         self, rate: float, wait: float | None, peers: float | None, is_over: bool
     ) -> Progress:
+        """How training goes now."""
         params = _params(self._model)
         num_steps = params.get("steps")
         # The last step of an epoch belongs to it, and not to the next.
@@ -115,7 +116,8 @@ class Publish:
             failed_with=self._failed_with,
         )
 
-    def _writer(self) -> Writer:
+    def writer(self) -> Writer:
+        """Who publishes."""
         world = current_world()
         host, pid = socket.gethostname(), os.getpid()
         name = f"{pid}-{time.time_ns():x}" if world is None else f"run-{world.seed:x}"

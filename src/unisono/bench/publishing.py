@@ -1,0 +1,56 @@
+"""What it costs a training to publish how it goes, for `unisono top`.
+
+    python -m unisono.bench.publishing
+
+Counted in processor time, as the difference of two trainings would drown in their noise: what is
+done at each step, and what a thread does once a second. As shares of a fast step of 3 ms.
+"""
+
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+_STEP_S = 0.003
+_NUM_STEPS = 100_000
+_NUM_RECORDS = 2_000
+
+
+def main() -> None:
+    from unisono.devices import choose
+    from unisono.engines.publishing import Publish
+    from unisono.events import EventFile
+
+    with tempfile.TemporaryDirectory() as name:
+        placement = choose(replicas=1, gpus=None, num_visible_gpus=0)
+        publish = Publish(Path(name), global_batch=256, placement=placement)
+        publish.begin(SimpleNamespace(steps_per_execution=1, history=None))
+        file = EventFile(Path(name), publish.writer())
+        batches, logs = iter(range(_NUM_STEPS)), {"loss": np.float32(1.0)}
+
+        def step() -> None:
+            publish.before((batches,))
+            publish.after(logs)
+
+        def record() -> None:
+            file.write(publish.progress(rate=1.0, wait=0.1, peers=None, is_over=False))
+
+        each_step, each_record = _cost_s(step, _NUM_STEPS), _cost_s(record, _NUM_RECORDS)
+        publish.end(None)
+        file.close()
+    print(f"a step:   {each_step * 1e6:6.1f} µs, {each_step / _STEP_S:.3%} of {_STEP_S * 1e3:g} ms")
+    print(f"a record: {each_record * 1e6:6.1f} µs, once a second: {each_record:.3%} of a core")
+
+
+def _cost_s(work: Callable[[], None], count: int) -> float:
+    start = time.thread_time()
+    for _ in range(count):
+        work()
+    return (time.thread_time() - start) / count
+
+
+if __name__ == "__main__":
+    main()
