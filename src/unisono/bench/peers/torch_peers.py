@@ -85,6 +85,8 @@ def accelerate(net: str, num_steps: int, num_replicas: int) -> Callable[[], Any]
     from accelerate import Accelerator
 
     os.environ |= {"RANK": os.environ["BENCH_RANK"], "WORLD_SIZE": str(num_replicas)}
+    # Asked for, though the processes have found each other already.
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     _join(num_replicas)
     accelerator = Accelerator(cpu=True)
     module = _module(net)
