@@ -17,7 +17,7 @@ from typing import Any
 
 from unisono.bench.nets import PER_REPLICA, data, make
 
-_POLL_S = 0.005
+_POLL_S = 0.02
 
 
 def main(folder: Path, way: str, net: str, num_steps: int, num_replicas: int) -> None:
