@@ -266,7 +266,7 @@ def minigooglenet() -> Any:
         "keras": keras,
         "layers": keras.layers,
         "np": np,
-        "run": SimpleNamespace(seed=0),
+        "run": SimpleNamespace(seed=0, num_replicas=4),
     }
     tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     exec(compile(tree, "cifar10.py", "exec"), names)
@@ -278,6 +278,8 @@ def test_minigooglenet_is_the_published_one(minigooglenet):
     assert sum(sizes) == 1_652_826
     kinds = [type(layer).__name__ for layer in minigooglenet.layers]
     assert (kinds.count("Conv2D"), kinds.count("MaxPooling2D")) == (19, 2)
+    norms = [x for x in minigooglenet.layers if isinstance(x, keras.layers.BatchNormalization)]
+    assert {norm.momentum for norm in norms} == {0.99**4}  # For four replicas.
 
 
 def augmentation_of(model: Any) -> Any:

@@ -25,13 +25,12 @@ from keras import layers
 import unisono
 from unisono import schedules
 
-# What batch norm remembers for evaluation is of as many images as on one replica.
-norm_momentum = 0.99**run.num_replicas
-
 
 def conv(x, filters, size, strides=1, padding="same"):
     x = layers.Conv2D(filters, size, strides=strides, padding=padding)(x)
-    return layers.Activation("relu")(layers.BatchNormalization(momentum=norm_momentum)(x))
+    # What it remembers for evaluation is of as many images as on one replica.
+    x = layers.BatchNormalization(momentum=0.99**run.num_replicas)(x)
+    return layers.Activation("relu")(x)
 
 
 def inception(x, filters_1x1, filters_3x3):
