@@ -149,3 +149,10 @@ def test_a_model_uses_them_and_gives_them_back(replicas):
     assert all("call" in vars(layer) for layer in net.layers)
     unisono.release(net)
     assert not any("call" in vars(layer) for layer in net.layers)
+
+
+def test_layers_that_share_their_call_are_given_back():
+    layer, model = with_kernels(layers.Conv3D(1, 1))
+    layer(torch.ones((1, 2, 2, 2, 1)))
+    leave_kernels(model)
+    assert "call" not in vars(layer)

@@ -15,17 +15,19 @@ from unisono.engines.torch_replica import TorchReplica
 _PIECE_ROWS = 2048
 
 
-def can_normalize(layer: Any, inputs: Any, mask: Any) -> bool:
-    """Whether the kernels do what the layer asks for."""
+def are_images(inputs: Any) -> bool:
+    """Whether these are batches of numbers that a CPU computes with as images."""
     return (
         isinstance(inputs, torch.Tensor)
+        and inputs.ndim == 4
         and inputs.device.type == "cpu"
         and inputs.is_floating_point()
-        and inputs.ndim == 4
-        and inputs.numel() > 0
-        and mask is None
-        and not layer.renorm
     )
+
+
+def can_normalize(layer: Any, inputs: Any, mask: Any) -> bool:
+    """Whether the kernels do what the layer asks for."""
+    return are_images(inputs) and inputs.numel() > 0 and mask is None and not layer.renorm
 
 
 def normalize(layer: Any, inputs: torch.Tensor, replica: TorchReplica | None) -> torch.Tensor:

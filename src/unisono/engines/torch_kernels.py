@@ -13,7 +13,7 @@ import torch
 from keras import layers, ops
 
 from unisono.engines.hooks import bind, original, unbind
-from unisono.engines.torch_batch_norm import can_normalize, normalize
+from unisono.engines.torch_batch_norm import are_images, can_normalize, normalize
 from unisono.engines.torch_replica import TorchReplica
 
 _Call = Callable[..., Any]
@@ -34,7 +34,7 @@ def use_kernels(
     for layer in model._flatten_layers():
         if _is_as_keras_wrote(layer, layers.BatchNormalization):
             bind(layer, "call", _norm_call(layer, current, may_use, is_global=sync_batch_norm))
-        elif _is_as_keras_wrote(layer, layers.Conv2D) and _has(layer, layers.Conv2D):
+        elif _is_convolution(layer):
             bind(layer, "call", _image_call(layer, _convolve, may_use))
         elif _is_as_keras_wrote(layer, layers.MaxPooling2D):
             bind(layer, "call", _image_call(layer, _pool, may_use))
@@ -42,10 +42,9 @@ def use_kernels(
 
 def leave_kernels(model: keras.Model) -> None:
     """Give layers back to plain Keras."""
+    kinds = (layers.BatchNormalization, layers.Conv2D, layers.MaxPooling2D)
     for layer in model._flatten_layers():
-        if isinstance(layer, layers.BatchNormalization | layers.Conv2D) or _is_as_keras_wrote(
-            layer, layers.MaxPooling2D
-        ):
+        if any(_is_as_keras_wrote(layer, kind) for kind in kinds):
             unbind(layer, "call")
 
 
@@ -54,8 +53,9 @@ def _is_as_keras_wrote(layer: Any, kind: Any) -> bool:
     return type(layer).call is kind.call
 
 
-def _has(layer: Any, kind: Any) -> bool:
-    return getattr(type(layer), "convolution_op", None) is kind.convolution_op
+def _is_convolution(layer: Any) -> bool:
+    own = getattr(type(layer), "convolution_op", None)
+    return _is_as_keras_wrote(layer, layers.Conv2D) and own is layers.Conv2D.convolution_op
 
 
 def _norm_call(
@@ -81,15 +81,6 @@ def _image_call(layer: Any, compute: Callable[[Any, torch.Tensor], Any], may_use
         return original(layer, "call")(inputs)
 
     return call
-
-
-def are_images(inputs: Any) -> bool:
-    return (
-        isinstance(inputs, torch.Tensor)
-        and inputs.ndim == 4
-        and inputs.device.type == "cpu"
-        and inputs.is_floating_point()
-    )
 
 
 def _convolve(layer: Any, inputs: torch.Tensor) -> Any:
