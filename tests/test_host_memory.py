@@ -25,10 +25,14 @@ LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def num_cleared(first: str, size: int = 20_000_000, **env: str) -> int:
+    return cleared_by(BUFFERS.format(first=first, size=size), **env)
+
+
+def cleared_by(program: str, **env: str) -> int:
     chosen = ("UNISONO_", "MALLOC_", "GLIBC_")
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(chosen)}
     done = subprocess.run(
-        [sys.executable, "-c", BUFFERS.format(first=first, size=size)],
+        [sys.executable, "-c", program],
         env=inherited | env,
         capture_output=True,
         text=True,
@@ -50,14 +54,23 @@ def test_a_user_may_choose_otherwise(env):
     assert num_cleared("import unisono", **env) > 1000
 
 
+def test_larger_buffers_are_used_again_where_we_start_a_process():
+    size = 80_000_000
+    plain = num_cleared("", size)
+    assert num_cleared("", size, **memory_environment({})) < plain / 20
+
+
 @pytest.mark.skipif(
     not LARGE_PAGES.exists() or "[madvise]" not in LARGE_PAGES.read_text(),
     reason="this system has large pages for everybody, or for nobody",
 )
-def test_larger_buffers_come_in_large_pages_where_we_start_a_process():
+def test_they_come_in_large_pages():
     size = 80_000_000
-    plain = num_cleared("", size)
-    assert num_cleared("", size, **memory_environment({})) < plain / 20
+    first = f"kept = bytearray(b'x') * {size}; print(resource.getrusage(0).ru_minflt - start)"
+    program = f"import resource; start = resource.getrusage(0).ru_minflt; {first}"
+    num_small = size // 4096
+    assert cleared_by(program) > num_small / 2
+    assert cleared_by(program, **memory_environment({})) < num_small / 20
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,9 @@
 
 A step takes and frees large buffers. By default the C library gives each of them back to the system
 at once, which hands out cleared pages of 4 KiB for the next step: up to 40 % of a step's time on
-JAX, a fifth on torch. A process keeps buffers of up to 32 MiB for later use instead. Larger ones
-still come and go, or memory would be lost between them; in large pages where we start the process,
-which is when the C library can be told so. Values do not change by any of it.
+JAX, a fifth on torch. A process keeps buffers of up to 32 MiB for later use instead, and one that
+we start keeps all of them, in large pages: only then can the C library be told so. Values do not
+change by any of it.
 """
 
 import ctypes
@@ -42,7 +42,8 @@ def memory_environment(env: Mapping[str, str]) -> dict[str, str]:
         return {}
     settings = {
         "hugetlb": 1,  # Large pages, where the system has them for who asks.
-        "mmap_threshold": _MOST_KEPT_BYTES,
+        "mmap_max": 0,  # No buffer has a mapping of its own, which would end with it.
+        "arena_max": 1,  # The others' parts are too small for the buffers of a step.
         "trim_threshold": (1 << 63) - 1,
     }
     return {TUNABLES: ":".join(f"glibc.malloc.{name}={value}" for name, value in settings.items())}
