@@ -51,6 +51,15 @@ def test_global_statistics_by_default():
     assert ops.convert_to_numpy(norm.moving_variance)[0] == pytest.approx(moved, abs=1e-4)
 
 
+def test_a_call_by_hand_after_training():
+    x = two_levels()
+    model, norm = normalizing()
+    model.train_on_batch(x, x)
+    y = ops.convert_to_numpy(model(ops.convert_to_tensor(x[:4]), training=True))
+    expected = (x[:4] - x[:4].mean()) / np.sqrt(x[:4].var() + norm.epsilon)
+    np.testing.assert_allclose(y, expected, atol=1e-5)
+
+
 def test_statistics_of_a_replica_when_told_so():
     x = two_levels()
     model, norm = normalizing(sync_batch_norm=False)

@@ -83,6 +83,14 @@ def is_used_in_call(layer: Any) -> bool:
     return bool(calls)
 
 
+def is_used_by_convolution(layer: Any) -> bool:
+    calls = []
+    convolve = layer.convolution_op
+    vars(layer)["convolution_op"] = lambda *args: calls.append(1) or convolve(*args)
+    layer(np.ones((1, 2, 2, 1), "float32"))
+    return bool(calls)
+
+
 def is_read_from_instance(attribute: str) -> Callable[[Any], bool]:
     """Whether Keras calls a method through the object, so that one bound there is used."""
 
@@ -474,15 +482,18 @@ TABLE = [
     # -- Keras, on every backend ---------------------------------------------------------------
     Name(
         "_flatten_layers",
-        "batch_norm, parts, torch_kernels, torch_replicas, torch_world_replicas",
+        "batch_norm, parts, jax_kernels, torch_kernels, torch_replicas, torch_world_replicas",
         "to find the layers of nested models",
         lambda model: norm_of(model) is model.layers[0].layers[1],
     ),
     Name(
         "keras.layers:Conv2D.convolution_op",
-        "torch_kernels",
-        "to tell a convolution that is as Keras wrote it",
-        lambda model: takes(keras.layers.Conv2D.convolution_op, "inputs", "kernel"),
+        "jax_kernels, torch_kernels",
+        "to tell a convolution that is as Keras wrote it, and to compute it in another way on JAX",
+        lambda model: (
+            takes(keras.layers.Conv2D.convolution_op, "inputs", "kernel")
+            and is_used_by_convolution(keras.layers.Conv2D(1, 1))
+        ),
     ),
     Name(
         "pool_mode",
@@ -504,13 +515,13 @@ TABLE = [
     ),
     Name(
         "_reduction_axes",
-        "batch_norm",
+        "batch_norm, jax_batch_norm",
         "as the axes of the moments",
         lambda model: list(norm_of(model)._reduction_axes) == [0],
     ),
     Name(
         "_moments",
-        "batch_norm",
+        "batch_norm, jax_batch_norm",
         "to replace a layer's moments by those of the global batch",
         lambda model: (
             takes(norm_of(model)._moments, "inputs", "mask") and is_used_in_call(norm_of(model))

@@ -3,8 +3,9 @@
     python -m unisono.bench.scaling [--net cifar10] [--replicas 1,8,32,128]
 
 Each number of replicas has a process of its own with as many virtual devices, which trains one
-step. The compiled program is the same for every device, so its size and the bytes that a device
-adds up with the others must not grow with their number.
+step. The compiled program is the same for every device. Its size and its meetings with the others
+must not grow with their number, nor the bytes that it adds up there, but for batch norm's: it has
+statistics of each replica.
 """
 
 import argparse

@@ -31,7 +31,7 @@ def synchronize_moments(layer: Any, current: Callable[[], Any]) -> None:
     def moments(inputs: Any, mask: Any) -> tuple[Any, Any]:
         replica = current()
         if replica is None:
-            return _local_moments(layer, inputs, mask)
+            return local_moments(layer, inputs, mask)
         weights = _weights(inputs, mask, may_be_empty=replica.may_be_empty)
         own = ops.stack(_own_statistics(inputs, weights, layer._reduction_axes))
         every = replica.stack(own)
@@ -48,7 +48,7 @@ def synchronize_moments(layer: Any, current: Callable[[], Any]) -> None:
 
 def keep_moments_local(layer: Any) -> None:
     """Take a layer's moments over the replica's own rows only."""
-    bind(layer, "_moments", lambda inputs, mask: _local_moments(layer, inputs, mask))
+    bind(layer, "_moments", lambda inputs, mask: local_moments(layer, inputs, mask))
 
 
 def restore_moments(layer: Any) -> None:
@@ -56,7 +56,7 @@ def restore_moments(layer: Any) -> None:
     unbind(layer, "_moments")
 
 
-def _local_moments(layer: Any, inputs: Any, mask: Any) -> tuple[Any, Any]:
+def local_moments(layer: Any, inputs: Any, mask: Any) -> tuple[Any, Any]:
     if mask is not None:
         result: tuple[Any, Any] = original(layer, "_moments")(inputs, mask)
         return result
@@ -91,7 +91,7 @@ def group_statistics(layer: Any, num_groups: int) -> None:
 
     One group is plain batch norm. The moving statistics take the mean over the groups.
     """
-    bind(layer, "_moments", lambda inputs, mask: _local_moments(layer, inputs, mask))
+    bind(layer, "_moments", lambda inputs, mask: local_moments(layer, inputs, mask))
     if num_groups == 1:
         unbind(layer, "call")
         return

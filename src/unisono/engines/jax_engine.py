@@ -18,6 +18,7 @@ from unisono.devices import Placement
 from unisono.engines.checksums import checksum, compared_variables, names_of
 from unisono.engines.hooks import bind, original, unbind
 from unisono.engines.interrupts import interrupts_held_back
+from unisono.engines.jax_batch_norm import tracing_step
 from unisono.engines.jax_collectives import JaxCollectives
 from unisono.engines.jax_devices import adopted, ensure_cpu_devices
 from unisono.engines.jax_functions import bind_makers, rebuild_functions, unbind_makers
@@ -79,7 +80,7 @@ class JaxReplicas:
         self._use_mesh()
         for name in _STEPS:
             bind(model, name, self._replicated_step(name))
-        bind_makers(model, 1 if sync_batch_norm else placement.num_replicas)
+        bind_makers(model, placement, lambda: self._mesh, sync_batch_norm=sync_batch_norm)
         bind(model, "_make_function", self._make_function)
         bind(model, "_get_jax_state", lambda **parts: self._state.get(**parts))
         bind(model, "jax_state_sync", lambda: self._state.sync())
@@ -132,7 +133,8 @@ class JaxReplicas:
 
     def _replicated_step(self, name: str) -> Callable[..., Any]:
         def step(state: Any, data: Any) -> Any:
-            logs, state = original(self._model, name)(state, data)
+            with tracing_step():
+                logs, state = original(self._model, name)(state, data)
             # Left to itself the compiler may return a state split over the devices.
             return logs, jax.lax.with_sharding_constraint(state, self._mesh.replicated)
 

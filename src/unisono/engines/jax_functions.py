@@ -5,21 +5,41 @@ from typing import Any
 
 import keras
 
+from unisono.devices import Placement
 from unisono.engines.batch_norm import batch_norms, group_statistics, ungroup_statistics
 from unisono.engines.hooks import bind, original, unbind
+from unisono.engines.jax_batch_norm import Mesh, gather_statistics
+from unisono.engines.jax_kernels import leave_kernels, use_kernels
 
 _FUNCTIONS = ("train_function", "test_function", "predict_function")
 
 
-def bind_makers(model: keras.Model, num_groups: int) -> None:
-    """Have batch norms take statistics of `num_groups` groups of rows in what is made from now."""
+def bind_makers(
+    model: keras.Model, placement: Placement, mesh: Callable[[], Mesh], *, sync_batch_norm: bool
+) -> None:
+    """Have what is made from now compute in ways for these replicas, whose mesh is `mesh()`.
+
+    Without `sync_batch_norm` each replica's rows are normalized by their own statistics.
+    """
+
+    def prepare() -> None:
+        num_replicas = placement.num_replicas
+        is_compiled = bool(model.jit_compile and not model.run_eagerly)
+        for layer in batch_norms(model):
+            group_statistics(layer, 1 if sync_batch_norm else num_replicas)
+            if sync_batch_norm and num_replicas > 1 and is_compiled:
+                gather_statistics(layer, num_replicas, mesh())
+        if placement.kind == "cpu":
+            use_kernels(model)
+
     for function in _FUNCTIONS:
-        bind(model, f"make_{function}", _maker(model, function, num_groups))
+        bind(model, f"make_{function}", _maker(model, function, prepare))
 
 
 def unbind_makers(model: keras.Model) -> None:
-    """Give the functions and batch norms back to plain Keras."""
+    """Give the functions and layers back to plain Keras."""
     unbind(model, *(f"make_{function}" for function in _FUNCTIONS))
+    leave_kernels(model)
     for layer in batch_norms(model):
         ungroup_statistics(layer)
 
@@ -30,11 +50,10 @@ def rebuild_functions(model: keras.Model) -> None:
         setattr(model, function, None)
 
 
-def _maker(model: keras.Model, function: str, num_groups: int) -> Callable[..., Any]:
+def _maker(model: keras.Model, function: str, prepare: Callable[[], None]) -> Callable[..., Any]:
     def make(force: bool = False) -> Any:
         if getattr(model, function) is None or force:
-            for layer in batch_norms(model):
-                group_statistics(layer, num_groups)
+            prepare()
         return original(model, f"make_{function}")(force=force)
 
     return make

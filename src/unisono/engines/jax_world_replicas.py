@@ -19,6 +19,7 @@ from unisono.devices import Placement
 from unisono.engines.checksums import names_of, own_checksums
 from unisono.engines.hooks import bind, original, unbind
 from unisono.engines.interrupts import interrupts_held_back
+from unisono.engines.jax_batch_norm import tracing_step
 from unisono.engines.jax_collectives import JaxCollectives
 from unisono.engines.jax_functions import bind_makers, rebuild_functions, unbind_makers
 from unisono.engines.jax_state import KnownValues, StepState
@@ -45,7 +46,7 @@ class JaxWorldReplicas:
         self._calls = WorldCalls(model, self._feed, self._settle)
         for name in _STEPS:
             bind(model, name, self._step(name))
-        bind_makers(model, 1 if sync_batch_norm else placement.num_replicas)
+        bind_makers(model, placement, lambda: self._mesh, sync_batch_norm=sync_batch_norm)
         bind(model, "_make_function", self._make_function)
         bind(model, "_get_jax_state", self._state.get)
         bind(model, "jax_state_sync", self._state.sync)
@@ -100,9 +101,10 @@ class JaxWorldReplicas:
 
     def _step(self, name: str) -> Callable[..., Any]:
         def step(state: Any, data: Any) -> Any:
-            results = original(self._model, name)(state, data)
             if self._is_eager:
-                return results
+                return original(self._model, name)(state, data)
+            with tracing_step():
+                results = original(self._model, name)(state, data)
             # Whole on every device: a process can only see what lies on its own.
             return jax.lax.with_sharding_constraint(results, self._mesh.replicated)
 
