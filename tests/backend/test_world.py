@@ -143,6 +143,7 @@ def test_shuffles_agree_whatever_the_random_states(world):
     [
         ("streams_that_differ", ["fit, step 3", "different rows", "distribute_dataset"]),
         ("rows_that_differ", ["fit, step 1", "[24, 23] rows"]),
+        ("arrays_that_differ", ["fit, step 1", "different rows", "the same data and seed"]),
         ("steps_that_differ", ["fit, step 4", "end of epoch 1"]),
         ("loops_that_differ", ["batch 3 of a distributed", "end of a distributed data set"]),
         ("calls_that_differ", ["predict", "evaluate", "is_chief"]),

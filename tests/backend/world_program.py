@@ -179,6 +179,11 @@ def rows_that_differ() -> Any:
     return error_of(lambda: make().fit(TASK.x[: 24 - RANK], TASK.y[: 24 - RANK], verbose=0))
 
 
+def arrays_that_differ() -> Any:
+    y = np.roll(TASK.y, RANK, axis=0)
+    return error_of(lambda: make().fit(TASK.x, y, verbose=0))
+
+
 def steps_that_differ() -> Any:
     def batches() -> Any:
         for i in range(4 - RANK):
@@ -257,6 +262,7 @@ CHECKS = [
     random_states_that_differ,
     streams_that_differ,
     rows_that_differ,
+    arrays_that_differ,
     calls_that_differ,
     models_that_differ,
     another_number_of_replicas,

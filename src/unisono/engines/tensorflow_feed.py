@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras.src.trainers.data_adapters import array_slicing
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
-from unisono.engines.world_feed import Feed, Share
+from unisono.engines.world_feed import Share
 
 _num_shuffles = 0
 
@@ -78,23 +78,23 @@ def _cut(rows: Any, shared: Any) -> tf.data.Dataset:
     global_batch = shared.arrays._batch_size
     num_even = shared.arrays._num_samples // global_batch * global_batch
     batches = tf.reshape(rows[:num_even], [-1, global_batch])
-    dataset = tf.data.Dataset.from_tensor_slices(_shares(batches, shared.feed))
+    dataset = tf.data.Dataset.from_tensor_slices(_shares(batches, shared))
     if num_even == shared.arrays._num_samples:
         return dataset
     rest = tf.reshape(rows[num_even:], [1, shared.arrays._num_samples - num_even])
-    return dataset.concatenate(tf.data.Dataset.from_tensor_slices(_shares(rest, shared.feed)))
+    return dataset.concatenate(tf.data.Dataset.from_tensor_slices(_shares(rest, shared)))
 
 
-def _shares(batches: Any, feed: Feed) -> Share:
+def _shares(batches: Any, shared: Any) -> Share:
     """This process' part of each of several batches, which have the same number of rows."""
     num_rows = int(batches.shape[1])
-    start, stop, is_whole = feed.bounds(num_rows)
+    start, stop, is_whole = shared.feed.bounds(num_rows)
     count = tf.shape(batches)[:1]
     return Share(
         batches[:, start:stop],
         tf.fill(count, num_rows),
         tf.fill(count, is_whole),
-        _checksums(batches, num_rows),
+        (_checksums(batches, num_rows) + shared.values) % 2**52,
     )
 
 

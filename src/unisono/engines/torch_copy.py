@@ -9,6 +9,7 @@ from unisono.engines import torch_kernels
 from unisono.engines.checksums import own_checksums
 from unisono.engines.parts import seed_states
 from unisono.engines.replication import Replication
+from unisono.engines.seeds import set_seed
 from unisono.engines.step import SEED_STRIDE
 from unisono.engines.torch_carry import unpack
 from unisono.engines.torch_devices import default_device
@@ -31,7 +32,7 @@ class WorkerModel:
             kernels=torch_kernels,
         )
         self._seeds = {id(state) for state in seed_states(self._model)}
-        keras.utils.set_random_seed((seed + group.rank * SEED_STRIDE) % 2**31)
+        set_seed((seed + group.rank * SEED_STRIDE) % 2**31)
 
     def send_checksums(self) -> None:
         own = torch.tensor(own_checksums(self._model), device=self._group.device)

@@ -19,7 +19,7 @@ from keras.src.trainers.data_adapters import array_slicing
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
-from unisono.engines.world_feed import Feed, Share, short
+from unisono.engines.world_feed import Feed, Share, checksum_of, short
 
 _serving = threading.local()
 _keras_own: Callable[..., Any] = data_adapters.get_data_adapter
@@ -35,6 +35,8 @@ class SharedArrays(DataAdapter):
             np.arange(arrays._num_samples), batch_size=arrays._batch_size, shuffle=arrays._shuffle
         )
         """The numbers of the rows, in the order that Keras takes them."""
+        self.values = _checksum_of_some(arrays._inputs)
+        """A checksum of values that must be alike in all processes."""
 
     def get_jax_iterator(self) -> Iterator[Share]:
         def convert(sliceable: Any, rows: Any) -> Any:
@@ -65,7 +67,8 @@ class SharedArrays(DataAdapter):
         data = keras.tree.map_structure(
             lambda sliceable: None if sliceable is None else convert(sliceable, rows), inputs
         )
-        return Share(data, len(indices), is_whole, short(zlib.crc32(indices.tobytes())))
+        checksum = short(zlib.crc32(indices.tobytes(), self.values))
+        return Share(data, len(indices), is_whole, checksum)
 
     def on_epoch_begin(self) -> None:
         self.arrays.on_epoch_begin()
@@ -88,6 +91,17 @@ class SharedArrays(DataAdapter):
     @property
     def partial_batch_size(self) -> Any:
         return self.arrays.partial_batch_size
+
+
+def _checksum_of_some(arrays: Any) -> int:
+    """A checksum of evenly spread rows of some arrays, whatever their kinds."""
+    total = 0
+    for leaf in keras.tree.flatten(arrays):
+        try:
+            total = zlib.crc32(str(checksum_of(leaf)).encode(), total)
+        except (TypeError, ValueError, LookupError, AttributeError, RuntimeError):
+            continue  # Sparse or ragged: the number of rows is compared, and the dense arrays.
+    return short(total)
 
 
 class _Loader:

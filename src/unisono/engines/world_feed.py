@@ -104,10 +104,11 @@ class Feed:
         digest = zlib.crc32("\n".join(describe()).encode()) if changed else 0
         own = [int(share.num_rows), int(share.checksum), list(changed), digest, is_warned()]
         every = self.world.exchange(topic, own)
-        _check_rows(topic, every)
-        self.world.is_warned |= any(is_warned for *_, is_warned in every)
+        # First, since other models may well come with other data.
         if len({digest for *_, changed, digest, _ in every if changed}) > 1:
             _refuse_variables(self.world.exchange(f"{topic}: variables", describe()))
+        _check_rows(topic, every)
+        self.world.is_warned |= any(is_warned for *_, is_warned in every)
         return sorted({place for _, _, changed, *_ in every for place in changed})
 
 
