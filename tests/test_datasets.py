@@ -122,6 +122,14 @@ def test_a_file_that_was_cut_off_is_named(tmp_path, share):
     assert str(path) in str(raised.value)
 
 
+def test_a_file_that_is_no_archive_is_not_to_be_unpickled(tmp_path):
+    path = tmp_path / "other.npz"
+    path.write_bytes(b"something else" * 9)
+    with pytest.raises(DataError, match="no archive of arrays") as raised:
+        load(FORM, str(path))
+    assert "pickle" not in str(raised.value)
+
+
 def test_a_damaged_byte_is_noticed(tmp_path):
     path = tmp_path / "damaged.npz"
     np.savez(path, **arrays())

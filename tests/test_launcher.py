@@ -449,7 +449,7 @@ def test_a_run_from_python_shows_and_tells(folder):
         (["--replicas", "0", SCRIPT], 2, "'0' is not a whole number of at least 1"),
         (["--replicas", "two", SCRIPT], 2, "'two' is not a whole number of at least 1"),
         (["--timeout", "-1", SCRIPT], 2, "'-1' is not a number of seconds above 0"),
-        (["--nodes", "2", SCRIPT], 2, "--nodes needs --node-rank"),
+        (["--nodes", "2", SCRIPT], 2, "--nodes needs both --node-rank"),
         (["--node-rank", "1", SCRIPT], 2, "--node-rank and --coordinator need --nodes"),
         (
             [*NODE, "2", "--coordinator", "a:1", SCRIPT],

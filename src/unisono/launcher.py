@@ -222,7 +222,7 @@ def _check_nodes(options: argparse.Namespace) -> None:
         options.node_rank = 0
     elif options.node_rank is None or options.coordinator is None:
         raise _UsageError(
-            "--nodes needs --node-rank (0 on one of them) and --coordinator host:port"
+            "--nodes needs both --node-rank (0 on one of them) and --coordinator host:port"
         )
     elif options.node_rank >= options.nodes:
         last = options.nodes - 1

@@ -5,8 +5,7 @@ alike. With Horovod's interface each process shuffles data of its own, and all o
 same batches would make every step the step of one.
 """
 
-import keras
-
+from unisono.engines.seeds import set_seed
 from unisono.launch.world import current_world
 
 _STRIDE = 1_000_003
@@ -16,4 +15,4 @@ def seed_processes() -> None:
     """Give this process a seed of its own; a program that sets seeds itself does so later."""
     world = current_world()
     if world is not None:
-        keras.utils.set_random_seed((world.seed + world.rank * _STRIDE) % 2**31)
+        set_seed((world.seed + world.rank * _STRIDE) % 2**31)

@@ -111,9 +111,12 @@ def read_npz(path: Path) -> tuple[Split, Split]:
     except DataError:
         raise
     except _BROKEN as error:
+        # Of other files NumPy says to load them as pickles, unsafely.
+        is_other = "allow_pickle" in str(error)
+        why = "no archive of arrays" if is_other else f"{type(error).__name__}: {error}"
         raise DataError(
-            f"{path} is damaged or cut off ({type(error).__name__}: {error}). Bring it again; "
-            "nothing was trained on it."
+            f"{path} is damaged or cut off ({why}). Copy or download it again; nothing was trained "
+            "on it."
         ) from error
     except TypeError as error:  # A plain .npy, whose array is no archive.
         raise DataError(f"{path} is not an .npz with {', '.join(_PARTS)}.") from error

@@ -123,7 +123,9 @@ class Run:
         """Seed every random generator, and choose the numbers that are computed with."""
         import keras
 
-        keras.utils.set_random_seed(self.seed)
+        from unisono.engines.seeds import set_seed
+
+        set_seed(self.seed)
         if self.settings.is_mixed_precision:
             is_on_gpus = num_gpus() and not simulated_gpus()
             # CPUs have no fast way with float16, and bfloat16 needs no loss scaling.
@@ -155,4 +157,7 @@ class Run:
         if not self.warmup_epochs:
             return f"{batch}; {rate}"
         noun = "epoch" if self.warmup_epochs == 1 else "epochs"
-        return f"{batch}; {rate} after {self.warmup_epochs} {noun} of warm-up"
+        warmup = f"{self.warmup_epochs} {noun} of warm-up"
+        if self.num_epochs <= self.warmup_epochs:
+            return f"{batch}; {rate} after {warmup}; this run ends after {self.num_epochs}"
+        return f"{batch}; {rate} after {warmup}"
