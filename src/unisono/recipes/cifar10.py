@@ -28,8 +28,9 @@ from unisono import schedules
 
 def conv(x, filters, size, strides=1, padding="same"):
     x = layers.Conv2D(filters, size, strides=strides, padding=padding)(x)
-    # What it remembers for evaluation is of as many images as on one replica.
-    x = layers.BatchNormalization(momentum=0.99**run.num_replicas)(x)
+    # A short memory, since what it keeps for evaluation must follow weights that move fast; of as
+    # many images as on one replica.
+    x = layers.BatchNormalization(momentum=0.8**run.num_replicas)(x)
     return layers.Activation("relu")(x)
 
 
