@@ -3,7 +3,7 @@
 from typing import Any
 
 PER_REPLICA = {"digits": 32, "mnist": 256, "cifar10": 64}
-NUM_STEPS = {"digits": 40, "mnist": 40, "cifar10": 6}
+NUM_STEPS = {"digits": 40, "mnist": 40, "cifar10": 4}
 """Of a pass: about as long for each net, and long against what a pass costs to begin."""
 
 

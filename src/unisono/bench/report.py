@@ -21,8 +21,8 @@ class Row:
     title: str
     num_replicas: int
     images_per_s: float
-    spread: float
-    """Largest less smallest, over the median."""
+    spread: float | None
+    """Largest less smallest, over the median; of several rounds."""
     of_limit: float | None
     """Of what as many processes that never talk reach in the same round."""
     of_plain: float | None
@@ -67,7 +67,7 @@ def rows(race: Race, titles: dict[str, str]) -> list[Row]:
                 titles.get(kind, kind),
                 1 if kind in _ONE_REPLICA else int(count),
                 median,
-                (max(rates) - min(rates)) / median,
+                (max(rates) - min(rates)) / median if len(rates) > 1 else None,
                 ratio(laps, _limit(race, count)) if kind not in _LIMITS else None,
                 ratio(laps, _plain(race)) if kind != "plain" else None,
                 max(lap.peak_bytes for lap in laps) / 2**20,
@@ -137,7 +137,7 @@ def table(race: Race, titles: dict[str, str]) -> str:
             row.title,
             str(row.num_replicas),
             f"{row.images_per_s:,.0f}",
-            f"{row.spread:.0%}",
+            "" if row.spread is None else f"{row.spread:.0%}",
             "" if row.of_limit is None else f"{row.of_limit:.3f}",
             "" if row.of_plain is None else f"{row.of_plain:.2f}",
             f"{row.peak_mib:,.0f}" if row.peak_mib else "",
