@@ -379,6 +379,27 @@ def is_where_epochs_look_for_adapters(model: Any) -> bool:
     return bool(asked)
 
 
+def slices_sparse_arrays(model: Any) -> bool:
+    import tensorflow as tf
+
+    slicing = lookup("keras.src.trainers.data_adapters:array_slicing")
+    sparse = tf.sparse.from_dense(X)
+    (part,) = keras.tree.flatten(slicing.convert_to_sliceable((sparse,)))
+    found = part.convert_to_tf_dataset_compatible(part[np.array([1, 2])])
+    is_wrapped = isinstance(found, slicing.TensorflowSparseWrapper)
+    return is_wrapped and found.sparse.shape.as_list() == [2, 4]
+
+
+def reads_arrays_by_their_adapter(model: Any) -> bool:
+    """A method bound to the adapter is the one that is called."""
+    iterator = lookup("keras.src.backend.tensorflow.trainer:TFEpochIterator")
+    adapter = array_adapter()
+    plain, calls = adapter.get_tf_dataset, []
+    vars(adapter)["get_tf_dataset"] = lambda: calls.append(1) or plain()
+    iterator(model.distribute_strategy, x=adapter)
+    return bool(calls)
+
+
 def slices_arrays(model: Any) -> bool:
     slicing = lookup("keras.src.trainers.data_adapters:array_slicing")
     (part,) = keras.tree.flatten(slicing.convert_to_sliceable((X,), target_backend="jax"))
@@ -482,13 +503,14 @@ TABLE = [
     # -- Keras, on every backend ---------------------------------------------------------------
     Name(
         "_flatten_layers",
-        "batch_norm, parts, jax_kernels, torch_kernels, torch_replicas, torch_world_replicas",
+        "batch_norm, parts, jax_kernels, tensorflow_kernels, torch_kernels, torch_replicas, "
+        "torch_world_replicas",
         "to find the layers of nested models",
         lambda model: norm_of(model) is model.layers[0].layers[1],
     ),
     Name(
         "keras.layers:Conv2D.convolution_op",
-        "jax_kernels, torch_kernels",
+        "jax_kernels, tensorflow_kernels, torch_kernels",
         "to tell a convolution that is as Keras wrote it, and to compute it in another way on JAX",
         lambda model: (
             takes(keras.layers.Conv2D.convolution_op, "inputs", "kernel")
@@ -754,15 +776,29 @@ TABLE = [
     ),
     Name(
         "keras.src.trainers:data_adapters",
-        "world_arrays",
+        "adapters",
         "to stand before the function that chooses adapters",
         is_where_epochs_look_for_adapters,
     ),
     Name(
         "keras.src.trainers.data_adapters:array_slicing",
-        "world_arrays",
+        "tensorflow_feed, world_arrays",
         "to take rows of any kind of array",
         slices_arrays,
+    ),
+    Name(
+        "keras.src.trainers.data_adapters.array_slicing:TensorflowSparseWrapper",
+        "tensorflow_feed",
+        "to take rows of sparse arrays",
+        slices_sparse_arrays,
+        TF,
+    ),
+    Name(
+        "keras.src.trainers.data_adapters.array_data_adapter:ArrayDataAdapter.get_tf_dataset",
+        "tensorflow_feed",
+        "to have arrays read by pipelines that no thread tunes",
+        reads_arrays_by_their_adapter,
+        TF,
     ),
     *(
         Name(name, "seeds", "to seed Keras and not to import TensorFlow", seeds_as_keras_does)

@@ -14,6 +14,7 @@ import keras
 import tensorflow as tf
 
 from unisono.devices import Placement
+from unisono.engines import tensorflow_kernels
 from unisono.engines.checksums import (
     checksum,
     compared_variables,
@@ -25,6 +26,8 @@ from unisono.engines.parts import optimizers_of, seed_states, with_inner
 from unisono.engines.replication import Replication
 from unisono.engines.tensorflow_build import build, build_for_prediction, spec_of
 from unisono.engines.tensorflow_collectives import TensorFlowCollectives
+from unisono.engines.tensorflow_feed import leave_tuned, leave_untuned
+from unisono.engines.tensorflow_kernels import leave_kernels, use_kernels
 from unisono.engines.tensorflow_links import LinksInProcess
 from unisono.engines.tensorflow_loop import TensorFlowLoop
 from unisono.engines.tensorflow_optimizer import leave_replica, stay_in_replica
@@ -101,15 +104,21 @@ class TensorFlowEngine:
 
 
 class SingleReplica:
-    """One replica on the default device: plain Keras, with nothing added."""
+    """One replica on the default device: plain Keras, but for what makes it faster."""
 
     def __init__(self, model: keras.Model, placement: Placement, sync_batch_norm: bool) -> None:
         self.placement = placement
         self.sync_batch_norm = sync_batch_norm
         self._model = model
+        leave_untuned(model)
+        if placement.kind == "cpu":
+            use_kernels(model, current_replica, is_alone=True)
+        forget_functions(model)
 
     def release(self) -> None:
-        """There is nothing to undo."""
+        leave_tuned(self._model)
+        leave_kernels(self._model)
+        forget_functions(self._model)
 
     def variable_names(self) -> list[str]:
         return names_of(self._model)
@@ -127,7 +136,13 @@ class TensorFlowReplicas:
         self._strategy = strategy_of(placement)
         self._num_replicas = placement.num_replicas
         self._model = model
-        self._replication = Replication(model, current_replica, sync_batch_norm=sync_batch_norm)
+        self._replication = Replication(
+            model,
+            current_replica,
+            sync_batch_norm=sync_batch_norm,
+            kernels=tensorflow_kernels if placement.kind == "cpu" else None,
+        )
+        leave_untuned(model)
         self._own_jit_compile = model._jit_compile
         for name in _STEPS:
             bind(model, name, self._step(name))
@@ -139,6 +154,7 @@ class TensorFlowReplicas:
 
     def release(self) -> None:
         self._replication.release()
+        leave_tuned(self._model)
         unbind(self._model, *_HOOKS)
         for optimizer in with_inner(optimizers_of(self._model)):
             leave_replica(optimizer)

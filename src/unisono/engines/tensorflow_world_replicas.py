@@ -14,6 +14,7 @@ import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 
 from unisono.devices import Placement
+from unisono.engines import tensorflow_kernels
 from unisono.engines.checksums import names_of, own_checksums
 from unisono.engines.hooks import bind, bind_in_step, original, unbind
 from unisono.engines.parts import is_sum_of_samples, leaf_metrics, optimizers_of, with_inner
@@ -54,7 +55,12 @@ class TensorFlowWorldReplicas:
         self._calls = WorldCalls(model, self._feed, self._settle)
         self._hooked_optimizers: list[Any] = []
         self._hook_optimizers()
-        self._replication = Replication(model, current_replica, sync_batch_norm=sync_batch_norm)
+        self._replication = Replication(
+            model,
+            current_replica,
+            sync_batch_norm=sync_batch_norm,
+            kernels=tensorflow_kernels if placement.kind == "cpu" else None,
+        )
         self._own_jit_compile = model._jit_compile
         bind(model, "make_train_function", self._maker("train"))
         bind(model, "make_test_function", self._maker("test"))

@@ -2,27 +2,23 @@
 
 Keras' own adapter says in which order rows are taken: it is asked to iterate the rows' numbers, so
 that batches and shuffles are exactly those of one device. Then only the share of this process is
-gathered. Keras asks one function for its adapters; here ours stands before it.
+gathered.
 """
 
 import importlib
-import threading
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
 import numpy as np
-from keras.src.trainers import data_adapters
 from keras.src.trainers.data_adapters import array_slicing
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
+from unisono.engines.adapters import changing_arrays
 from unisono.engines.world_feed import Feed, Share, checksum_of, short
-
-_serving = threading.local()
-_keras_own: Callable[..., Any] = data_adapters.get_data_adapter
 
 
 class SharedArrays(DataAdapter):
@@ -44,7 +40,7 @@ class SharedArrays(DataAdapter):
 
         inputs = array_slicing.convert_to_sliceable(self.arrays._inputs, target_backend="jax")
         for indices in self.order.get_jax_iterator():
-            yield self._share(inputs, np.asarray(indices), convert)
+            yield self.share(inputs, np.asarray(indices), convert)
 
     def get_torch_dataloader(self) -> "_Loader":
         def convert(sliceable: Any, rows: Any) -> Any:
@@ -53,17 +49,19 @@ class SharedArrays(DataAdapter):
 
         inputs = array_slicing.convert_to_sliceable(self.arrays._inputs, target_backend="torch")
         loader = self.order.get_torch_dataloader()
-        return _Loader(loader, lambda found: self._share(inputs, found.cpu().numpy(), convert))
+        return _Loader(loader, lambda found: self.share(inputs, found.cpu().numpy(), convert))
 
     def get_tf_dataset(self) -> Any:
         feed = importlib.import_module("unisono.engines.tensorflow_feed")
-        return feed.share_dataset(self)
+        return feed.Shares(self)
 
-    def _share(self, inputs: Any, indices: Any, convert: Callable[[Any, Any], Any]) -> Share:
+    def share(self, inputs: Any, indices: Any, convert: Callable[[Any, Any], Any]) -> Share:
+        """This process' rows of a global batch that has the rows of these numbers."""
         start, stop, is_whole = self.feed.bounds(len(indices))
         own = indices[start:stop]
         # In order they are a slice, which reads without copying.
-        rows = own if self.arrays._shuffle else slice(int(own[0]), int(own[-1]) + 1)
+        is_slice = not self.arrays._shuffle and len(own)
+        rows = slice(int(own[0]), int(own[-1]) + 1) if is_slice else own
         data = keras.tree.map_structure(
             lambda sliceable: None if sliceable is None else convert(sliceable, rows), inputs
         )
@@ -118,24 +116,9 @@ class _Loader:
         return len(self._loader)
 
 
-@contextmanager
-def serving(feed: Feed) -> Iterator[None]:
+def serving(feed: Feed) -> AbstractContextManager[None]:
     """Have arrays that Keras is given inside shared between the processes."""
-    before = getattr(_serving, "feed", None)
-    _serving.feed = feed
-    data_adapters.get_data_adapter = _get_data_adapter
-    try:
-        yield
-    finally:
-        _serving.feed = before
-
-
-def _get_data_adapter(*args: Any, **kwargs: Any) -> Any:
-    adapter = _keras_own(*args, **kwargs)
-    feed = getattr(_serving, "feed", None)
-    if feed is None or type(adapter) is not ArrayDataAdapter:
-        return adapter
-    return SharedArrays(adapter, feed)
+    return changing_arrays(lambda adapter: SharedArrays(adapter, feed))
 
 
 def unshared(iterator: Any) -> Iterator[tuple[Any, Any, list[Any]]]:
