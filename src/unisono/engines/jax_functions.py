@@ -30,7 +30,7 @@ def bind_makers(
             if sync_batch_norm and num_replicas > 1 and is_compiled:
                 gather_statistics(layer, num_replicas, mesh())
         if placement.kind == "cpu":
-            use_kernels(model)
+            use_kernels(model, num_replicas=num_replicas)
 
     for function in _FUNCTIONS:
         bind(model, f"make_{function}", _maker(model, function, prepare))

@@ -24,10 +24,13 @@ _MOST_PLACES = 16
 _Pair = tuple[int, int]
 
 
-def use_kernels(model: keras.Model) -> None:
-    """Have layers compute in these ways; what they give is the same to rounding."""
+def use_kernels(model: keras.Model, *, num_replicas: int) -> None:
+    """Have layers compute in these ways; what they give is the same to rounding.
+
+    One replica has all cores: with them a product is not faster, and takes more memory.
+    """
     for layer in model._flatten_layers():
-        if _is_convolution(layer):
+        if _is_convolution(layer) and num_replicas > 1:
             bind(layer, "convolution_op", _convolution_op(layer))
         elif _is_max_pooling(layer):
             bind(layer, "call", _pooling_call(layer))
