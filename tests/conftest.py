@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,9 @@ from launching import Run, end_all, pids_in
 HERE = Path(__file__).parent
 # What runs of tests publish of themselves is nobody's affair.
 os.environ["UNISONO_RUNS"] = ""
+# A shell has its background jobs ignore Ctrl-C, which tests press.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 NAMES = ("XLA_", "UNISONO_", "KERAS_", "STAND_IN_", "CUDA_")
 
 
