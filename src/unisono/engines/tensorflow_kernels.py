@@ -1,8 +1,8 @@
 """Convolutions of images on TensorFlow's CPU kernels, by the ways that are fast there.
 
 A convolution of single pixels is a matrix product, whose gradients take less time as such. And a
-bias that is added as such gets its gradient from a sum of TensorFlow's own: joined with the
-gradient of the kernel, as TensorFlow joins those of a `bias_add`, it takes four times as long.
+bias that is added as a tensor gets its gradient from a plain sum: TensorFlow joins that of a
+`bias_add` with the gradient of the kernel, and the two then take up to twice as long as apart.
 """
 
 from collections.abc import Callable
