@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.data import nearest_divisible
 from unisono.devices import Placement, choose, choose_own, simulated_gpus
+from unisono.devices.host_memory import is_kept
 from unisono.engines import Adopted, load_engine
 from unisono.engines.hooks import bind, original, unbind
 from unisono.errors import ModelError
@@ -134,8 +135,9 @@ def _check_optimizer(model: Any) -> None:
 
 
 def _watch_fits(model: Any, placement: Placement) -> None:
-    """Let each `fit` publish how it goes, and make room when it is warned."""
+    """Let each `fit` publish how it goes, give back memory, and make room when it is warned."""
     from unisono.engines.fit_watch import LooksAtSteps, watched
+    from unisono.engines.memory_watch import GiveBack
     from unisono.engines.preemption import MakeRoom
     from unisono.engines.publishing import Publish
 
@@ -143,6 +145,8 @@ def _watch_fits(model: Any, placement: Placement) -> None:
         is_told = any(hasattr(callback, "on_preempt") for callback in callbacks)
         chosen: list[Any] = [MakeRoom(callbacks)] if is_listening() or is_told else []
         chosen += [callback.steps for callback in callbacks if isinstance(callback, LooksAtSteps)]
+        if is_kept(os.environ):
+            chosen.append(GiveBack())
         if (folder := runs_folder(os.environ)) is not None:
             batch = _global_batch(
                 given.get("x"), given.get("batch_size"), given.get("steps_per_epoch")

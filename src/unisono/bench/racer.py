@@ -15,7 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from unisono.bench.nets import PER_REPLICA, data, make
+from unisono.bench.nets import PER_REPLICA, make
+from unisono.bench.passes import Pass, fit_pass
 
 _POLL_S = 0.02
 
@@ -33,9 +34,9 @@ def main(folder: Path, way: str, net: str, num_steps: int, num_replicas: int) ->
         if not wait_for(folder / f"{way}-{number}", folder / "end"):
             return
         start, cpu = time.perf_counter(), time.process_time()
-        one_pass()
+        ended = one_pass()
         told = {
-            "seconds": time.perf_counter() - start,
+            "seconds": ended - start,
             "cpu_s": time.process_time() - cpu,
             "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             **(one_pass.told() if isinstance(one_pass, Told) else {}),
@@ -52,9 +53,6 @@ def wait_for(file: Path, end: Path) -> bool:
             return False
         time.sleep(_POLL_S)
     return True
-
-
-Pass = Callable[[], None]
 
 
 def _own(kind: str) -> Callable[[str, int, int], Pass] | None:
@@ -107,10 +105,11 @@ class Told:
         self._world = current_world()
         self._waited_s = 0.0
 
-    def __call__(self) -> None:
+    def __call__(self) -> float:
         before = self._num_waited()
-        self._fit()
+        ended = self._fit()
         self._waited_s = self._num_waited() - before
+        return ended
 
     def told(self) -> dict[str, float]:
         return {"waited_s": self._waited_s, "input_s": self._input_s()}
@@ -139,12 +138,7 @@ class Told:
 
 def _fit_of(model: Any, net: str, num_steps: int, num_replicas: int) -> Pass:
     batch = PER_REPLICA[net] * num_replicas
-    x, y = data(net, batch * num_steps)
-
-    def fit() -> None:
-        model.fit(x, y, batch_size=batch, verbose=0)
-
-    return fit
+    return fit_pass(model, net, batch * num_steps, batch)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ change by any of it.
 
 import ctypes
 import os
+import resource
 from collections.abc import Mapping
 
 from unisono.devices.choice import num_gpus, simulated_gpus
@@ -19,8 +20,11 @@ KEEP = "UNISONO_KEEP_MEMORY"
 TUNABLES = "GLIBC_TUNABLES"
 
 _MOST_KEPT_BYTES = 32 << 20  # The largest number that the GNU C library takes.
+_RISE_BYTES = 64 << 20
 # Numbers of mallopt's options, from its malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+
+_is_told = False
 
 
 def keep_freed_memory(env: Mapping[str, str]) -> bool:
@@ -31,9 +35,11 @@ def keep_freed_memory(env: Mapping[str, str]) -> bool:
     """
     if _is_chosen(env) or not _is_glibc() or not _is_for_cpus():
         return False
+    global _is_told
     mallopt = ctypes.CDLL(None).mallopt
     options = ((_MMAP_THRESHOLD, _MOST_KEPT_BYTES), (_TRIM_THRESHOLD, -1))
-    return all(mallopt(number, value) for number, value in options)
+    _is_told = all(mallopt(number, value) for number, value in options)
+    return _is_told
 
 
 def memory_environment(env: Mapping[str, str]) -> dict[str, str]:
@@ -47,6 +53,35 @@ def memory_environment(env: Mapping[str, str]) -> dict[str, str]:
         "trim_threshold": (1 << 63) - 1,
     }
     return {TUNABLES: ":".join(f"glibc.malloc.{name}={value}" for name, value in settings.items())}
+
+
+class Unused:
+    """Memory that a process keeps and does not use, given back when its peak has risen.
+
+    What is kept is not always used again: a compiler leaves hundreds of megabytes behind, and a
+    small block that stays may come to lie where a large buffer was, which then takes another place
+    at each such time.
+    """
+
+    def __init__(self) -> None:
+        self._peak_bytes = _peak_bytes()
+
+    def give_back(self) -> bool:
+        """Look at the peak, which takes a microsecond; whether there was something to give."""
+        peak_bytes = _peak_bytes()
+        if peak_bytes - self._peak_bytes < _RISE_BYTES:
+            return False
+        self._peak_bytes = peak_bytes
+        return bool(ctypes.CDLL(None).malloc_trim(0))
+
+
+def is_kept(env: Mapping[str, str]) -> bool:
+    """Whether this process keeps freed memory, by either way."""
+    return _is_told or env.get(TUNABLES) == memory_environment({})[TUNABLES]
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _is_chosen(env: Mapping[str, str]) -> bool:

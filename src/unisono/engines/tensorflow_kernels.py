@@ -1,8 +1,9 @@
-"""Convolutions of images on TensorFlow's CPU kernels, by the ways that are fast there.
+"""Layers for images on TensorFlow's CPU kernels, by the ways that are fast there.
 
 A convolution of single pixels is a matrix product, whose gradients take less time as such. And a
 bias that is added as a tensor gets its gradient from a plain sum: TensorFlow joins that of a
 `bias_add` with the gradient of the kernel, and the two then take up to twice as long as apart.
+Batch norm: see tensorflow_batch_norm.
 """
 
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 from unisono.engines.hooks import bind, original, unbind
+from unisono.engines.tensorflow_batch_norm import can_normalize, normalize
 
 
 def use_kernels(
@@ -23,15 +25,21 @@ def use_kernels(
     is_alone: bool = False,
 ) -> None:
     """Have layers compute in these ways while a replica's step runs; `is_alone`: at any time."""
+
+    def may_use() -> bool:
+        return is_alone or current() is not None
+
     for layer in model._flatten_layers():
         if _is_convolution(layer):
-            bind(layer, "call", _call(layer, lambda: is_alone or current() is not None))
+            bind(layer, "call", _call(layer, may_use))
+        elif _is_batch_norm(layer):
+            bind(layer, "call", _norm_call(layer, current, may_use, is_global=sync_batch_norm))
 
 
 def leave_kernels(model: keras.Model) -> None:
     """Give layers back to plain Keras."""
     for layer in model._flatten_layers():
-        if _is_convolution(layer):
+        if _is_convolution(layer) or _is_batch_norm(layer):
             unbind(layer, "call")
 
 
@@ -39,6 +47,33 @@ def _is_convolution(layer: Any) -> bool:
     if type(layer).call is not layers.Conv2D.call:  # Which convolutions of other ranks share.
         return False
     return type(layer).convolution_op is layers.Conv2D.convolution_op and layer.rank == 2
+
+
+def _is_batch_norm(layer: Any) -> bool:
+    plain = layers.BatchNormalization
+    is_plain = type(layer).call is plain.call
+    return is_plain and type(layer)._moments is plain._moments
+
+
+def _norm_call(
+    layer: Any,
+    current: Callable[[], Any],
+    may_use: Callable[[], bool],
+    *,
+    is_global: bool,
+) -> Callable[..., Any]:
+    def call(inputs: Any, training: Any = None, mask: Any = None) -> Any:
+        replica = current()
+        is_meant = training and layer.trainable and may_use()
+        if not (is_meant and can_normalize(layer, inputs, mask, replica)):
+            return original(layer, "call")(inputs, training=training, mask=mask)
+        return normalize(layer, inputs, replica if is_global else None, formula)
+
+    def formula(x: Any, gamma: Any, beta: Any) -> Any:
+        mean, variance = layer._moments(x, None)
+        return tf.nn.batch_normalization(x, mean, variance, beta, gamma, layer.epsilon)
+
+    return call
 
 
 def _call(layer: Any, may_use: Callable[[], bool]) -> Callable[[Any], Any]:

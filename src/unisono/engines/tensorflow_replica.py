@@ -120,15 +120,16 @@ class TensorFlowReplica:
         # all that a custom gradient's outputs depend on, short of its inputs.
         @tf.custom_gradient
         def identity(every: Any) -> Any:
-            def gradient(upstream: Any) -> Any:
-                if self.state.is_weighted:
-                    return self.total([upstream])[0]
-                share = tf.cast(self.share, upstream.dtype)
-                return self.total([upstream * share])[0] / share
-
-            return tf.identity(every), gradient
+            return tf.identity(every), self.total_gradient
 
         return identity(every)
+
+    def total_gradient(self, own: Any) -> Any:
+        """What all replicas' losses owe to a value that they share."""
+        if self.state.is_weighted:
+            return self.total([own])[0]
+        share = tf.cast(self.share, own.dtype)
+        return self.total([own * share])[0] / share
 
     def postpone(self, act: Callable[[], Any]) -> None:
         """Do something when sums are next asked for, and add up all of it at once."""

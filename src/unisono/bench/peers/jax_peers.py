@@ -1,12 +1,10 @@
 """Keras' own data parallelism on JAX."""
 
-from collections.abc import Callable
-from typing import Any
-
-from unisono.bench.nets import PER_REPLICA, data, make
+from unisono.bench.nets import PER_REPLICA, make
+from unisono.bench.passes import Pass, fit_pass
 
 
-def data_parallel(net: str, num_steps: int, num_replicas: int) -> Callable[[], Any]:
+def data_parallel(net: str, num_steps: int, num_replicas: int) -> Pass:
     """keras.distribution.DataParallel, on virtual CPU devices where there are no GPUs."""
     import jax
     import keras
@@ -17,5 +15,4 @@ def data_parallel(net: str, num_steps: int, num_replicas: int) -> Callable[[], A
     keras.distribution.set_distribution(keras.distribution.DataParallel(devices=devices))
     model = make(net)
     batch = PER_REPLICA[net] * num_replicas
-    x, y = data(net, batch * num_steps)
-    return lambda: model.fit(x, y, batch_size=batch, verbose=0) and None
+    return fit_pass(model, net, batch * num_steps, batch)

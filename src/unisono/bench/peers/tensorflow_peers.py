@@ -2,13 +2,13 @@
 
 import json
 import os
-from collections.abc import Callable
 from typing import Any
 
 from unisono.bench.nets import PER_REPLICA, data, make
+from unisono.bench.passes import Pass, fit_pass, loop_pass
 
 
-def mirrored(net: str, num_steps: int, num_replicas: int) -> Callable[[], Any]:
+def mirrored(net: str, num_steps: int, num_replicas: int) -> Pass:
     """MirroredStrategy with `fit`, on all GPUs or on virtual CPU devices."""
     import tensorflow as tf
 
@@ -22,11 +22,10 @@ def mirrored(net: str, num_steps: int, num_replicas: int) -> Callable[[], Any]:
     with tf.distribute.MirroredStrategy(names[:num_replicas]).scope():
         model = make(net)
     batch = PER_REPLICA[net] * num_replicas
-    x, y = data(net, batch * num_steps)
-    return lambda: model.fit(x, y, batch_size=batch, verbose=0) and None
+    return fit_pass(model, net, batch * num_steps, batch)
 
 
-def multi_worker(net: str, num_steps: int, num_replicas: int) -> Callable[[], Any]:
+def multi_worker(net: str, num_steps: int, num_replicas: int) -> Pass:
     """MultiWorkerMirroredStrategy: with Keras 3 its `fit` is broken, so a loop over one batch."""
     import keras
     import tensorflow as tf
@@ -57,8 +56,4 @@ def multi_worker(net: str, num_steps: int, num_replicas: int) -> Callable[[], An
 
         return strategy.run(on_replica, args=(x, y))
 
-    def one_pass() -> None:
-        for _ in range(num_steps):
-            step()
-
-    return one_pass
+    return loop_pass(step, num_steps)

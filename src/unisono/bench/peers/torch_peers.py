@@ -1,10 +1,10 @@
 """torch's DistributedDataParallel: under Keras by hand, and without Keras."""
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 from unisono.bench.nets import PER_REPLICA, data, make
+from unisono.bench.passes import Pass, fit_pass, loop_pass
 
 
 def _join(num_replicas: int) -> int:
@@ -16,7 +16,7 @@ def _join(num_replicas: int) -> int:
     return rank
 
 
-def keras_all_reduce(net: str, num_steps: int, num_replicas: int) -> Callable[[], Any]:
+def keras_all_reduce(net: str, num_steps: int, num_replicas: int) -> Pass:
     """Keras' `fit` in each process on its own rows; gradients averaged in `optimizer.apply`."""
     import torch
     import torch.distributed as dist
@@ -34,12 +34,11 @@ def keras_all_reduce(net: str, num_steps: int, num_replicas: int) -> Callable[[]
 
     model.optimizer.apply = average_then_apply
     batch = PER_REPLICA[net]
-    x, y = data(net, batch * num_steps * num_replicas)
-    x, y = x[rank::num_replicas], y[rank::num_replicas]
-    return lambda: model.fit(x, y, batch_size=batch, verbose=0) and None
+    own = slice(rank, None, num_replicas)
+    return fit_pass(model, net, batch * num_steps * num_replicas, batch, rows=own)
 
 
-def raw_ddp(net: str, num_steps: int, num_replicas: int) -> Callable[[], Any]:
+def raw_ddp(net: str, num_steps: int, num_replicas: int) -> Pass:
     """A net of torch itself in DistributedDataParallel, over one fixed batch."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
@@ -49,16 +48,15 @@ def raw_ddp(net: str, num_steps: int, num_replicas: int) -> Callable[[], Any]:
     optimizer = torch.optim.SGD(model.parameters(), 5e-3, momentum=0.9)
     x, y = _batch(net)
 
-    def one_pass() -> None:
-        for _ in range(num_steps):
-            optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
+    def step() -> None:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
 
-    return one_pass
+    return loop_pass(step, num_steps)
 
 
-def lightning(net: str, num_steps: int, num_replicas: int) -> Callable[[], Any]:
+def lightning(net: str, num_steps: int, num_replicas: int) -> Pass:
     """Lightning's Fabric, which is its trainer without the loop, with the strategy "ddp"."""
     import lightning
     import torch
@@ -70,16 +68,15 @@ def lightning(net: str, num_steps: int, num_replicas: int) -> Callable[[], Any]:
     model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), 5e-3, 0.9))
     x, y = _batch(net)
 
-    def one_pass() -> None:
-        for _ in range(num_steps):
-            optimizer.zero_grad()
-            fabric.backward(torch.nn.functional.cross_entropy(model(x), y))
-            optimizer.step()
+    def step() -> None:
+        optimizer.zero_grad()
+        fabric.backward(torch.nn.functional.cross_entropy(model(x), y))
+        optimizer.step()
 
-    return one_pass
+    return loop_pass(step, num_steps)
 
 
-def accelerate(net: str, num_steps: int, num_replicas: int) -> Callable[[], Any]:
+def accelerate(net: str, num_steps: int, num_replicas: int) -> Pass:
     """Accelerate, over one fixed batch."""
     import torch
     from accelerate import Accelerator
@@ -93,13 +90,12 @@ def accelerate(net: str, num_steps: int, num_replicas: int) -> Callable[[], Any]
     model, optimizer = accelerator.prepare(module, torch.optim.SGD(module.parameters(), 5e-3, 0.9))
     x, y = _batch(net)
 
-    def one_pass() -> None:
-        for _ in range(num_steps):
-            optimizer.zero_grad()
-            accelerator.backward(torch.nn.functional.cross_entropy(model(x), y))
-            optimizer.step()
+    def step() -> None:
+        optimizer.zero_grad()
+        accelerator.backward(torch.nn.functional.cross_entropy(model(x), y))
+        optimizer.step()
 
-    return one_pass
+    return loop_pass(step, num_steps)
 
 
 def _batch(net: str) -> tuple[Any, Any]:
