@@ -35,6 +35,7 @@ def test_ratios_are_taken_within_a_round():
     found = rows(race(plain_2=laps(80, 40), apart_2=laps(100, 50), together_2=laps(90, 45)), TITLES)
     assert [row.of_limit for row in found] == [pytest.approx(0.8), None, pytest.approx(0.9)]
     assert found[2].of_plain == pytest.approx(1.125)
+    assert [row.ours_of_it for row in found] == [pytest.approx(1.125), pytest.approx(0.9), None]
     assert found[0].spread == pytest.approx(40 / 60)
 
 

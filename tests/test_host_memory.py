@@ -73,6 +73,42 @@ def test_they_come_in_large_pages():
     assert cleared_by(program, **memory_environment({})) < num_small / 20
 
 
+# A buffer that is freed below a block that stays, and how much of it the process still holds.
+UNUSED = """
+from unisono.devices.host_memory import Unused
+def held():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+unused = Unused()
+assert not unused.give_back()  # There was nothing yet.
+before = held()
+large, stays = bytearray(b"x") * 200_000_000, bytearray(b"x") * 2_000_000
+del large
+kept = held() - before
+assert unused.give_back()
+assert not unused.give_back()  # It is gone.
+print(kept - (held() - before))
+"""
+
+
+def test_what_is_unused_is_given_back_once_the_peak_has_risen():
+    assert cleared_by(UNUSED, **memory_environment({})) == pytest.approx(200_000_000, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("env", "keeps"),
+    [
+        ({}, True),
+        (memory_environment({}), True),
+        ({"UNISONO_KEEP_MEMORY": "0"}, False),
+        ({"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=1"}, False),
+    ],
+)
+def test_who_keeps_freed_memory(env, keeps):
+    program = "import os, unisono\nfrom unisono.devices import host_memory\n"
+    program += "print(int(host_memory.is_kept(os.environ)))"
+    assert cleared_by(program, **env) == keeps
+
+
 @pytest.mark.parametrize(
     "env",
     [

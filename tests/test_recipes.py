@@ -113,6 +113,15 @@ def test_no_recipe_at_all(capsys):
     assert "which recipe? `unisono train --list` describes them" in capsys.readouterr().err
 
 
+def test_options_before_a_recipe(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--epochs", "2"])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "which recipe is --epochs for? Write its name first" in said
+    assert "`unisono train digits --epochs 2`" in said
+
+
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [

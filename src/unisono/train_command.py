@@ -6,6 +6,7 @@ Imports no framework and runs no recipe to know it: what a page is for stands in
 import argparse
 import ast
 import difflib
+import functools
 import runpy
 import sys
 from importlib.resources import files
@@ -30,6 +31,7 @@ def add_to(commands: Any) -> None:
     train.add_argument("recipe", nargs="?", metavar="RECIPE", help=", ".join(NAMES))
     train.add_argument("options", nargs=argparse.REMAINDER, help="of the recipe")
     train.set_defaults(run=run, parser=train)
+    train.prepare = functools.partial(_with_recipe_first, train)
     recipe = commands.add_parser("recipe", help="print the page of a recipe, to make it your own")
     recipe.add_argument("recipe", metavar="RECIPE", help=", ".join(NAMES))
     recipe.set_defaults(run=show)
@@ -46,6 +48,16 @@ def run(options: argparse.Namespace) -> int:
     sys.argv = [f"unisono train {name}", *options.options]
     runpy.run_module(f"{_PACKAGE}.{name}", run_name="__main__", alter_sys=True)
     return 0
+
+
+def _with_recipe_first(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
+    """Options of a recipe are known to the recipe alone, so its name must stand before them."""
+    if words and words[0].startswith("-") and words[0] not in ("-h", "--help", "--list"):
+        parser.error(
+            f"which recipe is {words[0]} for? Write its name first, as in `unisono train digits "
+            f"{' '.join(words)}`; `unisono train --list` describes them"
+        )
+    return words
 
 
 def show(options: argparse.Namespace) -> int:

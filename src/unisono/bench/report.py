@@ -27,6 +27,8 @@ class Row:
     """Of what as many processes that never talk reach in the same round."""
     of_plain: float | None
     """Of plain Keras in one process on all cores."""
+    ours_of_it: float | None
+    """What `unisono run` on as many replicas reaches, of this way in the same round."""
     peak_mib: float
 
 
@@ -70,6 +72,7 @@ def rows(race: Race, titles: dict[str, str]) -> list[Row]:
                 (max(rates) - min(rates)) / median if len(rates) > 1 else None,
                 ratio(laps, _limit(race, count)) if kind not in _LIMITS else None,
                 ratio(laps, _plain(race)) if kind != "plain" else None,
+                _ours_of(laps, race.laps.get(f"together-{count}")),
                 max(lap.peak_bytes for lap in laps) / 2**20,
             )
         )
@@ -131,7 +134,8 @@ def verdict(race: Race) -> str:
 
 def table(race: Race, titles: dict[str, str]) -> str:
     """Aligned columns for a terminal."""
-    head = ("", "replicas", "images/s", "spread", "of the limit", "of plain", "peak MiB")
+    ratios = ("of the limit", "of plain", "unisono run / it")
+    head = ("", "replicas", "images/s", "spread", *ratios, "peak MiB")
     body = [
         (
             row.title,
@@ -140,6 +144,7 @@ def table(race: Race, titles: dict[str, str]) -> str:
             "" if row.spread is None else f"{row.spread:.0%}",
             "" if row.of_limit is None else f"{row.of_limit:.3f}",
             "" if row.of_plain is None else f"{row.of_plain:.2f}",
+            "" if row.ours_of_it is None else f"{row.ours_of_it:.2f}",
             f"{row.peak_mib:,.0f}" if row.peak_mib else "",
         )
         for row in rows(race, titles)
@@ -200,6 +205,10 @@ def plot(races: Sequence[Race], path: Any) -> None:
 
 def _plain(race: Race) -> list[Lap] | None:
     return next((laps for name, laps in race.laps.items() if name.startswith("plain-")), None)
+
+
+def _ours_of(laps: list[Lap], ours: list[Lap] | None) -> float | None:
+    return ratio(ours, laps) if ours is not None and ours is not laps else None
 
 
 def _limit(race: Race, count: str) -> list[Lap] | None:

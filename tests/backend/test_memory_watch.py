@@ -1,0 +1,25 @@
+"""A `fit` looks for unused memory at each step, where its process keeps what it freed."""
+
+import sys
+
+import keras
+import numpy as np
+import pytest
+
+import unisono
+from unisono.devices.host_memory import Unused
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_each_step_looks(monkeypatch, keeps):
+    looks = []
+    monkeypatch.setattr(Unused, "give_back", lambda self: looks.append(self))
+    # The module, whose name the call of the same name hides.
+    room = sys.modules[unisono.parallel.__module__]
+    monkeypatch.setattr(room, "is_kept", lambda env: keeps)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model = unisono.parallel(model, replicas=1)
+    model.compile("sgd", "mse")
+    model.fit(np.ones((12, 4)), np.ones((12, 1)), batch_size=4, epochs=2, verbose=0)
+    assert len(looks) == (6 if keeps else 0)
+    assert len(set(map(id, looks))) == keeps
