@@ -7,10 +7,12 @@ import sys
 
 import pytest
 
+from unisono import benchmark
 from unisono.bench.race import Lap, Race, Way
 from unisono.bench.report import TITLES, rows, shares, table, to_json, verdict
 from unisono.bench.scaling import read_program
 from unisono.benchmark import ways_of
+from unisono.cli import main
 
 SCRIPT = """
 import keras, numpy as np, unisono
@@ -95,6 +97,24 @@ def bench(*words: object, folder) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_several_nets_in_one_run(tmp_path, monkeypatch):
+    """Each with each backend, and written down as soon as it is known."""
+    raced = []
+
+    def run_race(net, backend, ways, rounds):
+        raced.append((net, backend))
+        return Race(net, backend, {"plain-2": laps(100.0), "together-2": laps(150.0)})
+
+    monkeypatch.setattr(benchmark, "run_race", run_race)
+    words = ["bench", "--recipe", "digits,mnist", "--backend", "jax,torch", "--output", "out"]
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 0
+    assert raced == [(net, each) for net in ("digits", "mnist") for each in ("jax", "torch")]
+    told = json.loads((tmp_path / "out" / "bench.json").read_text())
+    assert [(race["net"], race["backend"]) for race in told] == raced
+    assert told[0]["rows"][0]["ours_of_it"] == pytest.approx(1.5)
+
+
 @pytest.mark.slow
 def test_a_small_race(tmp_path):
     words = ["--recipe", "digits", "--backend", "torch", "--rounds", 2, "--replicas", 2, "--peers"]
@@ -131,7 +151,7 @@ def test_a_script_of_a_user(tmp_path):
         (["--backend", "mxnet"], "Asked for mxnet"),
         (["--script", "nothing.py", "--backend", "jax"], "nothing.py; there is no such file"),
         (["--replicas", "two"], "not a list of numbers"),
-        (["--recipe", "mnits"], "invalid choice"),
+        (["--recipe", "mnist,mnits"], "no recipe 'mnits' to measure; choose among digits, mnist"),
     ],
 )
 def test_what_cannot_be_measured(tmp_path, words, said):

@@ -6,6 +6,7 @@ talk to each other.
 
 import argparse
 import importlib.util
+import itertools
 import json
 import os
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 from unisono.bench.nets import PER_REPLICA
 from unisono.bench.peers import PEERS
-from unisono.bench.race import Way, run_race
+from unisono.bench.race import Race, Way, run_race
 from unisono.bench.report import TITLES, plot, table, to_json
 from unisono.bench.script import race_script
 from unisono.errors import BenchError
@@ -27,7 +28,10 @@ def add_to(commands: Any) -> None:
         "bench", help="measure speed-up, and what limits it", description=__doc__.splitlines()[0]
     )
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--recipe", choices=sorted(PER_REPLICA), default="mnist")
+    nets = ", ".join(sorted(PER_REPLICA))
+    what.add_argument(
+        "--recipe", type=_recipes, default=["mnist"], metavar="R", help=f"one or several of {nets}"
+    )
     what.add_argument("--script", type=Path, metavar="S", help="your own training script")
     parser.add_argument("--replicas", type=_counts, default=[1, 2], metavar="1,2,4")
     parser.add_argument("--backend", default="", metavar="all", help="one, several, or all")
@@ -44,22 +48,27 @@ def run(options: argparse.Namespace) -> int:
         print("The machine is busy: figures move, ratios within a round less.", flush=True)
     chosen = _backends(options.backend)
     titles = TITLES | {name: peer.title for name, peer in PEERS.items()}
-    races = []
-    for backend in chosen:
+    races: list[Race] = []
+    for net, backend in itertools.product(options.recipe, chosen):
         if options.script is not None:
             race = race_script(options.script, backend, options.replicas)
         else:
             ways = ways_of(backend, options.replicas, has_peers=options.peers)
-            race = run_race(options.recipe, backend, ways, options.rounds)
+            race = run_race(net, backend, ways, options.rounds)
         races.append(race)
         print(f"\n{table(race, titles)}", flush=True)
+        if options.output is not None:
+            _write(races, titles, options.output)  # What is measured is not lost with the rest.
     if options.output is not None:
-        options.output.mkdir(parents=True, exist_ok=True)
-        told = [to_json(race, titles) for race in races]
-        (options.output / "bench.json").write_text(json.dumps(told, indent=1))
-        plot(races, options.output / "bench.png")
         print(f"\nresults: {options.output}")
     return 0
+
+
+def _write(races: list[Race], titles: dict[str, str], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    told = [to_json(race, titles) for race in races]
+    (folder / "bench.json").write_text(json.dumps(told, indent=1))
+    plot(races, folder / "bench.png")
 
 
 def ways_of(backend: str, counts: list[int], *, has_peers: bool) -> list[Way]:
@@ -88,6 +97,15 @@ def _backends(asked: str) -> list[str]:
             "those, or all."
         )
     return wanted
+
+
+def _recipes(text: str) -> list[str]:
+    asked = text.split(",")
+    if unknown := [name for name in asked if name not in PER_REPLICA]:
+        raise argparse.ArgumentTypeError(
+            f"there is no recipe {unknown[0]!r} to measure; choose among {', '.join(PER_REPLICA)}"
+        )
+    return asked
 
 
 def _counts(text: str) -> list[int]:
