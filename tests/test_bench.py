@@ -48,6 +48,16 @@ def test_where_the_time_of_a_step_goes():
     assert (found.input, found.computing) == (0.0, pytest.approx(0.8))
     assert found.waiting == pytest.approx(0.05)
     assert found.communicating == pytest.approx(0.15)
+    assert (found.speed_up, found.efficiency) == (None, pytest.approx(0.8))
+
+
+def test_speed_up_is_over_one_replica_or_over_plain_keras():
+    ways = {"plain_2": laps(80), "apart_2": laps(200), "together_2": laps(160)}
+    (found,) = shares(race(**ways))
+    assert (found.speed_up, found.efficiency) == (pytest.approx(2.0), pytest.approx(0.8))
+    found = shares(race(**ways, apart_1=laps(100), together_1=laps(100)))
+    assert [each.speed_up for each in found] == [pytest.approx(1.6), pytest.approx(1.0)]
+    assert "speed-up 1.60, efficiency 0.80" in table(race(**ways, together_1=laps(100)), TITLES)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +150,9 @@ def test_a_script_of_a_user(tmp_path):
     assert ways["ideal-2"] == pytest.approx(2 * ways["together-1"])
     assert min(ways.values()) > 0
     two = told["shares"][1]
-    assert sum(two.values()) == pytest.approx(3)  # Two replicas, and shares of one whole.
+    parts = ("input", "computing", "communicating", "waiting")
+    assert sum(two[part] for part in parts) == pytest.approx(1)
+    assert two["speed_up"] == pytest.approx(2 * two["efficiency"])
     assert told["verdict"] in done.stdout
     assert (tmp_path / "out" / "bench.png").stat().st_size > 1000
 

@@ -37,6 +37,10 @@ class Shares:
     """Where the time of a step goes, of so many replicas together."""
 
     num_replicas: int
+    speed_up: float | None
+    """Over one replica under `unisono run`, or plain Keras in one process where none was raced."""
+    efficiency: float
+    """Of the limit."""
     input: float
     """For its batches, as long as they take by themselves."""
     computing: float
@@ -81,8 +85,10 @@ def rows(race: Race, titles: dict[str, str]) -> list[Row]:
 
 def ratio(laps: Sequence[Lap], others: Sequence[Lap] | None) -> float | None:
     """The median of the ratios within each round."""
-    if not others:
-        return None
+    return _ratio(laps, others) if others else None
+
+
+def _ratio(laps: Sequence[Lap], others: Sequence[Lap]) -> float:
     pairs = zip(laps, others, strict=True)
     return statistics.median(a.images_per_s / b.images_per_s for a, b in pairs)
 
@@ -97,7 +103,8 @@ def shares(race: Race) -> list[Shares]:
             continue
         parts = [_parts(lap, other) for lap, other in zip(laps, alone, strict=True)]
         means = [statistics.median(values) for values in zip(*parts, strict=True)]
-        found.append(Shares(int(count), *means))
+        one = race.laps.get("together-1", _plain(race))
+        found.append(Shares(int(count), ratio(laps, one), _ratio(laps, alone), *means))
     return found
 
 
@@ -154,14 +161,18 @@ def table(race: Race, titles: dict[str, str]) -> str:
         "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
         for row in (head, *body)
     ]
-    for share in shares(race):
-        lines.append(
-            f"{share.num_replicas} replicas: input {share.input:.0%}, computing "
-            f"{share.computing:.0%}, communicating {share.communicating:.0%}, waiting for the "
-            f"slowest {share.waiting:.0%}"
-        )
+    lines += [_line(share) for share in shares(race)]
     lines += [f"{name}: not measured. {why}" for name, why in race.failed.items()]
     return "\n".join([f"{race.net}, {race.backend}", *lines, verdict(race)])
+
+
+def _line(share: Shares) -> str:
+    speed_up = "" if share.speed_up is None else f"speed-up {share.speed_up:.2f}, "
+    return (
+        f"{share.num_replicas} replicas: {speed_up}efficiency {share.efficiency:.2f}; input "
+        f"{share.input:.0%}, computing {share.computing:.0%}, communicating "
+        f"{share.communicating:.0%}, waiting for the slowest {share.waiting:.0%}"
+    )
 
 
 def to_json(race: Race, titles: dict[str, str]) -> dict[str, Any]:
