@@ -18,6 +18,7 @@ from unisono.devices import Placement
 from unisono.engines.checksums import checksum, compared_variables, names_of
 from unisono.engines.hooks import bind, original, unbind
 from unisono.engines.interrupts import interrupts_held_back
+from unisono.engines.jax_ahead import hold_back
 from unisono.engines.jax_batch_norm import tracing_step
 from unisono.engines.jax_collectives import JaxCollectives
 from unisono.engines.jax_devices import adopted, ensure_cpu_devices
@@ -152,6 +153,8 @@ class JaxReplicas:
             with interrupts_held_back():
                 outputs, state = step(before, data)
                 self._state.publish(state)
+            if self.placement.kind == "cpu":
+                hold_back(outputs, state)
             return outputs, state
 
         return run

@@ -12,6 +12,7 @@ import keras
 import numpy as np
 
 from unisono.devices import Placement
+from unisono.engines.jax_ahead import hold_back
 from unisono.engines.jax_mesh import ReplicaMesh
 from unisono.errors import StrategyError
 
@@ -38,7 +39,10 @@ class JaxLoop:
         """Nothing is left open."""
 
     def run(self, step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        return step(*args, **kwargs)
+        outputs = step(*args, **kwargs)
+        if self._placement.kind == "cpu":
+            hold_back(outputs)
+        return outputs
 
     def reduce(self, how: str, value: Any, axis: int | None) -> Any:
         def reduce_leaf(leaf: Any) -> Any:
