@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from unisono import benchmark
-from unisono.bench.race import Lap, Race, Way
+from unisono.bench.race import Lap, Race, Way, last_words
 from unisono.bench.report import TITLES, rows, shares, table, to_json, verdict
 from unisono.bench.scaling import read_program
 from unisono.benchmark import ways_of
@@ -82,6 +82,26 @@ def test_the_table_and_the_json():
     assert "mirrored-2: not measured. A process ended with code 1: no" in text
     told = json.loads(json.dumps(to_json(found, TITLES)))
     assert told["rows"][1]["of_limit"] == pytest.approx(0.9)
+
+
+def test_a_way_that_ends_early_counts_as_far_as_it_came():
+    found = race(plain_2=laps(80, 40), together_2=laps(120, 60), distribution_2=laps(60))
+    found.failed["distribution-2"] = "In round 2: A process ended with code -6: stuck"
+    assert rows(found, TITLES)[2].ours_of_it == pytest.approx(2.0)
+    assert "distribution-2: ended early. In round 2: A process ended" in table(found, TITLES)
+
+
+@pytest.mark.parametrize(
+    ("log", "last"),
+    [
+        ("", ""),
+        ("Traceback\n  File x\nKeyError: 'loss'\n", "KeyError: 'loss'"),
+        ("E 1\nF 2 stuck\n*** Check failure stack trace: ***\n    @  0x1 f()\n", "F 2 stuck"),
+        ("    @  0x1 f()\n", "@  0x1 f()"),
+    ],
+)
+def test_the_last_words_of_a_process(log, last):
+    assert last_words(log) == last
 
 
 def test_the_ways_of_a_race():

@@ -5,6 +5,7 @@ pass while all others wait. Machines drift, rounds do not.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import socket
@@ -24,6 +25,7 @@ from unisono.errors import BenchError
 from unisono.launch.plan import seats
 
 _POLL_S = 0.02
+_MOST_WORDS = 300
 _RACER = "unisono.bench.racer"
 _OURS = ("one", "together", "inside")
 
@@ -73,7 +75,7 @@ class Race:
 
 
 def run_race(net: str, backend: str, ways: Sequence[Way], rounds: int) -> Race:
-    """Race all ways; one that cannot start is left out, and said why."""
+    """Race all ways; one that cannot start is left out; why, and when one ends early, is said."""
     race = Race(net, backend, load=os.getloadavg()[0])
     with tempfile.TemporaryDirectory(prefix="unisono-bench-") as name, contextlib.ExitStack() as st:
         folder = Path(name)
@@ -88,11 +90,18 @@ def run_race(net: str, backend: str, ways: Sequence[Way], rounds: int) -> Race:
                 continue
             running.append((way, processes))
             race.laps[way.name] = []
-        for number in range(rounds):
-            for way, processes in running:
-                (folder / f"{way.name}-{number}").touch()
+        for number, (way, processes) in itertools.product(range(rounds), running):
+            if way.name in race.failed:
+                continue
+            (folder / f"{way.name}-{number}").touch()
+            try:
                 told = _collect(folder, f"{way.name}-{number}", way.num_processes, processes)
-                race.laps[way.name].append(_lap(way, net, [json.loads(text) for text in told]))
+            except BenchError as error:
+                race.failed[way.name] = f"In round {number + 1}: {error}"
+                if not race.laps[way.name]:
+                    del race.laps[way.name]
+                continue
+            race.laps[way.name].append(_lap(way, net, [json.loads(text) for text in told]))
         (folder / "end").touch()
     return race
 
@@ -190,10 +199,17 @@ def _collect(
         ended = [process.returncode for process in processes if process.poll() is not None]
         if ended:
             log = folder / f"{'-'.join(name.split('-')[:2])}.log"
-            last = log.read_text(errors="replace").strip().splitlines()[-1:] or [""]
-            raise BenchError(f"A process ended with code {ended[0]}: {last[0]}")
+            last = last_words(log.read_text(errors="replace"))
+            raise BenchError(f"A process ended with code {ended[0]}: {last}")
         time.sleep(_POLL_S)
     return [file.read_text() for file in files]
+
+
+def last_words(log: str) -> str:
+    """The last line that tells something: XLA ends with the frames of its stack."""
+    lines = [line for line in log.splitlines() if line.strip()]
+    telling = [line for line in lines if not line.startswith((" ", "***"))]
+    return (telling or lines or [""])[-1].strip()[:_MOST_WORDS]
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

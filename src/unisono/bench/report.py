@@ -89,7 +89,7 @@ def ratio(laps: Sequence[Lap], others: Sequence[Lap] | None) -> float | None:
 
 
 def _ratio(laps: Sequence[Lap], others: Sequence[Lap]) -> float:
-    pairs = zip(laps, others, strict=True)
+    pairs = zip(laps, others, strict=False)  # One of them may have ended early.
     return statistics.median(a.images_per_s / b.images_per_s for a, b in pairs)
 
 
@@ -162,7 +162,9 @@ def table(race: Race, titles: dict[str, str]) -> str:
         for row in (head, *body)
     ]
     lines += [_line(share) for share in shares(race)]
-    lines += [f"{name}: not measured. {why}" for name, why in race.failed.items()]
+    for name, why in race.failed.items():
+        what = "ended early" if name in race.laps else "not measured"
+        lines.append(f"{name}: {what}. {why}")
     return "\n".join([f"{race.net}, {race.backend}", *lines, verdict(race)])
 
 
