@@ -89,6 +89,8 @@ def test_a_way_that_ends_early_counts_as_far_as_it_came():
     found.failed["distribution-2"] = "In round 2: A process ended with code -6: stuck"
     assert rows(found, TITLES)[2].ours_of_it == pytest.approx(2.0)
     assert "distribution-2: ended early. In round 2: A process ended" in table(found, TITLES)
+    (found,) = shares(race(together_2=laps(120, 60), apart_2=laps(160)))
+    assert found.computing == pytest.approx(0.75)
 
 
 @pytest.mark.parametrize(

@@ -113,13 +113,14 @@ def test_no_recipe_at_all(capsys):
     assert "which recipe? `unisono train --list` describes them" in capsys.readouterr().err
 
 
-def test_options_before_a_recipe(capsys):
+@pytest.mark.parametrize(("words", "named"), [([], "digits"), (["mnist"], "mnist")])
+def test_options_before_a_recipe(capsys, words, named):
     with pytest.raises(SystemExit) as ended:
-        main(["train", "--epochs", "2"])
+        main(["train", "--epochs", "2", *words])
     assert ended.value.code == 2
     said = capsys.readouterr().err
     assert "which recipe is --epochs for? Write its name first" in said
-    assert "`unisono train digits --epochs 2`" in said
+    assert f"`unisono train {named} --epochs 2`" in said
 
 
 @pytest.mark.parametrize(

@@ -57,18 +57,14 @@ def run(options: argparse.Namespace) -> int:
             race = run_race(net, backend, ways, options.rounds)
         races.append(race)
         print(f"\n{table(race, titles)}", flush=True)
-        if options.output is not None:
-            _write(races, titles, options.output)  # What is measured is not lost with the rest.
+        if options.output is not None:  # What is measured is not lost with the rest.
+            options.output.mkdir(parents=True, exist_ok=True)
+            told = [to_json(each, titles) for each in races]
+            (options.output / "bench.json").write_text(json.dumps(told, indent=1))
     if options.output is not None:
+        plot(races, options.output / "bench.png")
         print(f"\nresults: {options.output}")
     return 0
-
-
-def _write(races: list[Race], titles: dict[str, str], folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    told = [to_json(race, titles) for race in races]
-    (folder / "bench.json").write_text(json.dumps(told, indent=1))
-    plot(races, folder / "bench.png")
 
 
 def ways_of(backend: str, counts: list[int], *, has_peers: bool) -> list[Way]:

@@ -53,9 +53,11 @@ def run(options: argparse.Namespace) -> int:
 def _with_recipe_first(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
     """Options of a recipe are known to the recipe alone, so its name must stand before them."""
     if words and words[0].startswith("-") and words[0] not in ("-h", "--help", "--list"):
+        named = next((word for word in words if word in NAMES), "digits")
+        rest = " ".join(word for word in words if word != named)
         parser.error(
-            f"which recipe is {words[0]} for? Write its name first, as in `unisono train digits "
-            f"{' '.join(words)}`; `unisono train --list` describes them"
+            f"which recipe is {words[0]} for? Write its name first, as in `unisono train {named} "
+            f"{rest}`; `unisono train --list` describes them"
         )
     return words
 

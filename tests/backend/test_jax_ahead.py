@@ -45,19 +45,48 @@ def test_many_steps_of_more_replicas_than_cores():
     assert done.stdout.endswith("(20480, 10)\n")
 
 
-def test_a_few_steps_are_under_way_at_most(under_way):
-    for i in range(20):
-        jax_ahead.hold_back({"loss": numpy.float32(i), "large": numpy.ones(9)})
-    assert [float(loss) for loss in under_way] == list(range(12, 20))
+@pytest.fixture
+def waited_for(monkeypatch):
+    """The numbers that were waited for, in order."""
+    waited = []
+    monkeypatch.setattr(
+        jax, "block_until_ready", lambda arrays: waited.extend(float(a.max()) for a in arrays)
+    )
+    return waited
 
 
-def test_what_a_later_step_freed_is_not_waited_for(under_way):
+def test_a_few_steps_are_under_way_at_most(under_way, waited_for):
     for i in range(20):
-        array = numpy.float32(i)
-        jax_ahead.hold_back(array)
-        if i < 9:
-            array.delete()
+        jax_ahead.hold_back({"loss": numpy.float32(i)})
+    assert waited_for == list(range(12))
     assert len(under_way) == 8
+    jax_ahead.forget_steps()
+    assert not under_way
+
+
+def test_all_that_a_step_returned_is_waited_for(under_way, waited_for):
+    """Some of it may be what it was given, which is there already."""
+    given = numpy.float32(-1)
+    for i in range(9):
+        jax_ahead.hold_back([given, numpy.float32(i)])
+    assert waited_for == [-1, 0]
+
+
+def test_large_outputs_are_not_kept(under_way, waited_for):
+    kept = numpy.full(1000, 3.0)
+    for i in range(8):
+        jax_ahead.hold_back(kept if i == 3 else numpy.full(1000, float(i)))
+    assert sum(find() is not None for step in under_way for find in step) == 1
+    jax_ahead.hold_back(numpy.float32(8))
+    assert waited_for == [3]
+
+
+def test_what_a_later_step_freed_is_not_waited_for(under_way, waited_for):
+    arrays = [numpy.float32(i) for i in range(20)]
+    for before, array in zip([numpy.float32(-1), *arrays], arrays, strict=False):
+        before.delete()
+        jax_ahead.hold_back(array)
+    assert waited_for == list(range(8, 20))
 
 
 def test_a_step_that_returns_nothing_is_waited_for_itself(under_way, monkeypatch):

@@ -426,6 +426,21 @@ def knows_the_seed(model: Any) -> bool:
     return lookup("tensorflow.python.eager.context:global_seed")() == 7
 
 
+def tells_what_xla_compiles(model: Any) -> bool:
+    import tensorflow as tf
+
+    ask = lookup("tensorflow.python.ops.control_flow_util:GraphOrParentsInXlaContext")
+    answers = []
+
+    def traced() -> Any:
+        answers.append(bool(ask(tf.compat.v1.get_default_graph())))
+        return tf.constant(1.0)
+
+    for is_compiled in (True, False):
+        tf.function(traced, jit_compile=is_compiled).get_concrete_function()
+    return answers == [True, False]
+
+
 def knows_whether_it_has_started(model: Any) -> bool:
     from tensorflow.python.eager.context import context
 
@@ -543,7 +558,7 @@ TABLE = [
     ),
     Name(
         "_moments",
-        "batch_norm, jax_batch_norm",
+        "batch_norm, jax_batch_norm, tensorflow_kernels",
         "to replace a layer's moments by those of the global batch",
         lambda model: (
             takes(norm_of(model)._moments, "inputs", "mask") and is_used_in_call(norm_of(model))
@@ -551,8 +566,8 @@ TABLE = [
     ),
     Name(
         "call",
-        "batch_norm",
-        "to normalize groups of rows apart on JAX",
+        "batch_norm, tensorflow_kernels",
+        "to normalize groups of rows apart on JAX, and by kernels on TensorFlow",
         has_signature(f"{NORM}.call", "inputs", "training", "mask"),
     ),
     Name(
@@ -892,6 +907,13 @@ TABLE = [
         "to ask whether JAX has started, without starting it",
         asks_whether_started,
         JAX,
+    ),
+    Name(
+        "tensorflow.python.ops.control_flow_util:GraphOrParentsInXlaContext",
+        "tensorflow_batch_norm",
+        "to leave what XLA compiles to Keras' formula",
+        tells_what_xla_compiles,
+        TF,
     ),
     Name(
         "tensorflow.python.eager.context:context",

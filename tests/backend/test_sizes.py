@@ -28,12 +28,13 @@ def rows(count: int) -> tuple[Any, Any]:
 
 @functools.cache
 def model_on(replicas: int | None) -> Any:
-    """A small net with batch norm, the same weights on each call; None is plain Keras."""
+    """A small net with batch norm, of rows and of images; None is plain Keras."""
     keras.utils.set_random_seed(5)
     # Two rows that nearly agree are pulled apart by up to 1/sqrt(epsilon), rounding included.
-    norm = layers.BatchNormalization(momentum=0.8, epsilon=0.1)
+    norms = [layers.BatchNormalization(momentum=0.8, epsilon=0.1) for _ in range(2)]
     hidden = layers.Dense(4, use_bias=False)
-    parts = [hidden, norm, layers.Activation("tanh"), layers.Dense(1)]
+    images = [layers.Reshape((2, 1, 2)), norms[1], layers.Flatten()]
+    parts = [hidden, norms[0], layers.Activation("tanh"), *images, layers.Dense(1)]
     model = keras.Sequential([keras.Input((FEATURES,)), *parts])
     return model if replicas is None else unisono.parallel(model, replicas=replicas)
 

@@ -45,11 +45,11 @@ def model_with(norm, shape=(4,)):
     return keras.Sequential([keras.Input(shape), *parts])
 
 
-@pytest.mark.parametrize(("replicas", "shape"), [(2, (4,)), (3, (3, 4))])
+@pytest.mark.parametrize(("replicas", "shape"), [(2, (4,)), (3, (3, 4)), (2, (1, 3, 4))])
 def test_statistics_are_those_of_the_definition(replicas, shape):
     x, y = rows()
-    if len(shape) == 2:
-        x = np.stack([x, x**2 + 1.0, -x], axis=1)
+    if len(shape) > 1:
+        x = np.stack([x, x**2 + 1.0, -x], axis=1).reshape(-1, *shape)
     # The few rows of a share may be nearly equal: the epsilon keeps rounding from being divided
     # by next to nothing.
     norm = {"momentum": 0.9, "epsilon": 0.1}

@@ -141,3 +141,34 @@ def test_where_keras_own_formula_stays():
         assert with_kernels(asked)[0](inputs, training=True, mask=given).shape == inputs.shape
     leave_kernels(model)
     assert "call" not in vars(layer)
+
+
+def test_xla_gets_the_formula(monkeypatch):
+    """Its own batch norm loses digits where a mean is large."""
+    monkeypatch.setattr(tensorflow_batch_norm, "_statistics", None)
+    x = rows((4, 3, 3, 2)) + 1000.0
+    layer, _ = with_kernels(norm_of(x.shape))
+    outputs = tf.function(lambda x: layer(x, training=True), jit_compile=True)(x)
+    np.testing.assert_allclose(outputs, norm_of(x.shape)(x, training=True), rtol=0, atol=1e-3)
+
+
+def test_layers_that_are_mapped_over_time_get_the_formula():
+    norm = layers.BatchNormalization()
+    model = keras.Sequential([keras.Input((None, 3, 3, 2)), layers.TimeDistributed(norm)])
+    use_kernels(model, lambda: None, is_alone=True)
+    assert "call" not in vars(norm)
+
+
+def test_gradients_of_gradients_outside_of_a_function():
+    def penalty(layer, x):
+        with tf.GradientTape() as outer:
+            outer.watch(x)
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                y = tf.reduce_sum(tf.sin(layer(x, training=True)))
+            found = tf.reduce_sum(inner.gradient(y, x) ** 2)
+        return outer.gradient(found, x)
+
+    x = tf.constant(rows((4, 3, 3, 2)))
+    mine, right = penalty(with_kernels(norm_of(x.shape))[0], x), penalty(norm_of(x.shape), x)
+    np.testing.assert_allclose(mine, right, rtol=1e-5, atol=1e-5)

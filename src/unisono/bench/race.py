@@ -98,6 +98,8 @@ def run_race(net: str, backend: str, ways: Sequence[Way], rounds: int) -> Race:
                 told = _collect(folder, f"{way.name}-{number}", way.num_processes, processes)
             except BenchError as error:
                 race.failed[way.name] = f"In round {number + 1}: {error}"
+                for process in processes:  # The others may wait for it, and take cores for that.
+                    process.kill()
                 if not race.laps[way.name]:
                     del race.laps[way.name]
                 continue

@@ -101,7 +101,7 @@ def shares(race: Race) -> list[Shares]:
         alone = _limit(race, count)
         if kind != "together" or alone is None:
             continue
-        parts = [_parts(lap, other) for lap, other in zip(laps, alone, strict=True)]
+        parts = [_parts(lap, other) for lap, other in zip(laps, alone, strict=False)]
         means = [statistics.median(values) for values in zip(*parts, strict=True)]
         one = race.laps.get("together-1", _plain(race))
         found.append(Shares(int(count), ratio(laps, one), _ratio(laps, alone), *means))

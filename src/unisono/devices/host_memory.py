@@ -77,7 +77,8 @@ class Unused:
 
 def is_kept(env: Mapping[str, str]) -> bool:
     """Whether this process keeps freed memory, by either way."""
-    return _is_told or env.get(TUNABLES) == memory_environment({})[TUNABLES]
+    is_started_so = env.get(TUNABLES) == memory_environment({})[TUNABLES]
+    return _is_told or (is_started_so and _is_glibc())
 
 
 def _peak_bytes() -> int:

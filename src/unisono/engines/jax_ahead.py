@@ -6,14 +6,18 @@ a step finds no thread any more. XLA ends such a process after a minute. A few s
 fast, and never come to that.
 """
 
+import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 _MOST_STEPS = 8
+_SMALL_BYTES = 1024
 
-_under_way: deque[Any] = deque()  # Of all models: they share the devices.
+_Step = list[Callable[[], Any]]
+_under_way: deque[_Step] = deque()  # Of all models: they share the devices.
 
 
 def hold_back(outputs: Any, state: Any = None) -> None:
@@ -27,9 +31,26 @@ def hold_back(outputs: Any, state: Any = None) -> None:
     if not arrays:
         jax.block_until_ready(state)
         return
-    newest = min(arrays, key=lambda array: array.nbytes)
-    _under_way.append(newest)
+    _under_way.append([_noted(array) for array in arrays])
     if len(_under_way) > _MOST_STEPS:
-        oldest = _under_way.popleft()
-        # One that a later step has taken the memory of cannot be waited for.
-        (newest if oldest.is_deleted() else oldest).block_until_ready()
+        _wait_for_first([_under_way.popleft(), *_under_way])
+
+
+def forget_steps() -> None:
+    """Let go of what steps returned, as their devices are given up."""
+    _under_way.clear()
+
+
+def _noted(array: Any) -> Callable[[], Any]:
+    """A way back to an array; a large one is not kept for that."""
+    return (lambda: array) if array.nbytes <= _SMALL_BYTES else weakref.ref(array)
+
+
+def _wait_for_first(steps: list[_Step]) -> None:
+    """Wait for the first step of which there is still something to wait for."""
+    for step in steps:
+        arrays = [array for find in step if (array := find()) is not None]
+        # A later step may have taken an array's memory.
+        if alive := [array for array in arrays if not array.is_deleted()]:
+            jax.block_until_ready(alive)
+            return

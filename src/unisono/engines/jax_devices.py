@@ -11,6 +11,7 @@ import keras
 import numpy as np
 
 from unisono.devices import Placement
+from unisono.engines.jax_ahead import forget_steps
 from unisono.engines.jax_settings import has_started
 from unisono.errors import StartedError
 
@@ -82,6 +83,7 @@ def _restart_cpu_backend(count: int) -> None:
     """
     variables = [v for v in _live_variables() if v._value is not None]
     values = [(np.asarray(v._value), min(d.id for d in v._value.devices())) for v in variables]
+    forget_steps()
     jax.extend.backend.clear_backends()
     jax.config.update("jax_num_cpu_devices", count)
     for variable, (value, index) in zip(variables, values, strict=True):

@@ -10,6 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 from keras import ops
+from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from unisono.engines.tensorflow_replica import TensorFlowReplica
 
@@ -27,7 +28,12 @@ def can_normalize(layer: Any, inputs: Any, mask: Any, replica: TensorFlowReplica
     if shape.rank != 4 or layer.axis not in (-1, 3) or not all(shape[1:]) or shape[0] == 0:
         return False
     may_be_empty = replica is not None and replica.may_be_empty
-    return mask is None and not layer.renorm and not may_be_empty
+    return not (mask is not None or layer.renorm or may_be_empty or _is_for_xla())
+
+
+def _is_for_xla() -> bool:
+    """Whether this is traced for XLA, which takes such a variance as a difference of squares."""
+    return bool(GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()))
 
 
 def normalize(layer: Any, x: Any, replica: TensorFlowReplica | None, formula: _Formula) -> Any:

@@ -29,10 +29,11 @@ def use_kernels(
     def may_use() -> bool:
         return is_alone or current() is not None
 
+    mapped = _mapped_layers(model)
     for layer in model._flatten_layers():
         if _is_convolution(layer):
             bind(layer, "call", _call(layer, may_use))
-        elif _is_batch_norm(layer):
+        elif _is_batch_norm(layer) and id(layer) not in mapped:
             bind(layer, "call", _norm_call(layer, current, may_use, is_global=sync_batch_norm))
 
 
@@ -53,6 +54,12 @@ def _is_batch_norm(layer: Any) -> bool:
     plain = layers.BatchNormalization
     is_plain = type(layer).call is plain.call
     return is_plain and type(layer)._moments is plain._moments
+
+
+def _mapped_layers(model: keras.Model) -> set[int]:
+    """Layers that may run in a `tf.vectorized_map`, which drops gradients of one's own."""
+    wrappers = [one for one in model._flatten_layers() if isinstance(one, layers.TimeDistributed)]
+    return {id(layer) for wrapper in wrappers for layer in wrapper._flatten_layers()}
 
 
 def _norm_call(
