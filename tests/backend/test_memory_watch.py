@@ -8,11 +8,13 @@ import pytest
 
 import unisono
 from unisono.devices.host_memory import Unused
+from unisono.engines import memory_watch
 
 
 @pytest.mark.parametrize("keeps", [True, False])
 def test_each_step_looks(monkeypatch, keeps):
     looks = []
+    monkeypatch.setattr(memory_watch, "_EVERY_S", 0.0)
     monkeypatch.setattr(Unused, "give_back", lambda self: looks.append(self))
     # The module, whose name the call of the same name hides.
     room = sys.modules[unisono.parallel.__module__]
@@ -23,3 +25,12 @@ def test_each_step_looks(monkeypatch, keeps):
     model.fit(np.ones((12, 4)), np.ones((12, 1)), batch_size=4, epochs=2, verbose=0)
     assert len(looks) == (6 if keeps else 0)
     assert len(set(map(id, looks))) == keeps
+
+
+def test_of_short_steps_few_look(monkeypatch):
+    looks = []
+    monkeypatch.setattr(Unused, "give_back", lambda self: looks.append(self))
+    watch = memory_watch.GiveBack()
+    for _ in range(100):
+        assert watch.before(("state", "data")) == ("state", "data")
+    assert len(looks) < 50

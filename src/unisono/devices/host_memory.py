@@ -9,7 +9,6 @@ change by any of it.
 
 import ctypes
 import os
-import resource
 from collections.abc import Mapping
 
 from unisono.devices.choice import num_gpus, simulated_gpus
@@ -21,6 +20,7 @@ TUNABLES = "GLIBC_TUNABLES"
 
 _MOST_KEPT_BYTES = 32 << 20  # The largest number that the GNU C library takes.
 _RISE_BYTES = 64 << 20
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 # Numbers of mallopt's options, from its malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
@@ -64,14 +64,14 @@ class Unused:
     """
 
     def __init__(self) -> None:
-        self._peak_bytes = _peak_bytes()
+        self._peak_bytes = held_bytes()
 
     def give_back(self) -> bool:
-        """Look at the peak, which takes a microsecond; whether there was something to give."""
-        peak_bytes = _peak_bytes()
-        if peak_bytes - self._peak_bytes < _RISE_BYTES:
+        """Look at what is held, in some microseconds; whether there was something to give."""
+        now_bytes = held_bytes()
+        if now_bytes - self._peak_bytes < _RISE_BYTES:
             return False
-        self._peak_bytes = peak_bytes
+        self._peak_bytes = now_bytes
         return bool(ctypes.CDLL(None).malloc_trim(0))
 
 
@@ -81,8 +81,14 @@ def is_kept(env: Mapping[str, str]) -> bool:
     return _is_told or (is_started_so and _is_glibc())
 
 
-def _peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def held_bytes() -> int:
+    """What this process holds of the machine's memory now."""
+    # Not getrusage's peak, which is also that of the process by which this one was started.
+    file = os.open("/proc/self/statm", os.O_RDONLY)
+    try:
+        return int(os.read(file, 128).split()[1]) * _PAGE_BYTES
+    finally:
+        os.close(file)
 
 
 def _is_chosen(env: Mapping[str, str]) -> bool:
