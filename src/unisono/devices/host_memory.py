@@ -56,7 +56,7 @@ def memory_environment(env: Mapping[str, str]) -> dict[str, str]:
 
 
 class Unused:
-    """Memory that a process keeps and does not use, given back when its peak has risen.
+    """Memory that a process keeps and does not use, given back when it has grown.
 
     What is kept is not always used again: a compiler leaves hundreds of megabytes behind, and a
     small block that stays may come to lie where a large buffer was, which then takes another place
