@@ -11,21 +11,28 @@ from unisono.devices.host_memory import keep_freed_memory, memory_environment
 
 # How often the system had to clear a page while large buffers came and went.
 BUFFERS = """
-import resource
+import resource, threading
 {first}
 def churn():
     for _ in range(4):
         [bytearray({size}) for _ in range(8)]
-churn()
+def run():
+    thread = threading.Thread(target=churn)
+    thread.start()
+    thread.join()
+{call}()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-churn()
+{call}()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
-def num_cleared(first: str, size: int = 20_000_000, **env: str) -> int:
-    return cleared_by(BUFFERS.format(first=first, size=size), **env)
+def num_cleared(
+    first: str, size: int = 20_000_000, *, is_threaded: bool = False, **env: str
+) -> int:
+    call = "run" if is_threaded else "churn"
+    return cleared_by(BUFFERS.format(first=first, size=size, call=call), **env)
 
 
 def cleared_by(program: str, **env: str) -> int:
@@ -58,6 +65,19 @@ def test_larger_buffers_are_used_again_where_we_start_a_process():
     size = 80_000_000
     plain = num_cleared("", size)
     assert num_cleared("", size, **memory_environment({})) < plain / 20
+
+
+def test_larger_buffers_are_used_again_on_jax():
+    size = 80_000_000
+    plain = num_cleared("", size)
+    assert num_cleared("import unisono", size, KERAS_BACKEND="jax") < plain / 20
+    assert num_cleared("import unisono", size, KERAS_BACKEND="torch") > plain / 2
+
+
+def test_also_in_threads_that_start_later():
+    size = 80_000_000
+    plain = num_cleared("", size, is_threaded=True)
+    assert num_cleared("import unisono", size, is_threaded=True, KERAS_BACKEND="jax") < plain / 20
 
 
 @pytest.mark.skipif(
@@ -93,6 +113,28 @@ def test_what_is_unused_is_given_back_once_the_peak_has_risen():
     large = bytearray(b"x") * 400_000_000
     assert cleared_by(UNUSED, **memory_environment({})) == pytest.approx(200_000_000, rel=0.05)
     del large
+
+
+# The same once more: it is less than what was held before.
+UNUSED_LATER = """
+from unisono.devices.host_memory import Unused, held_bytes as held
+unused = Unused(num_more={num_more})
+large, stays = bytearray(b"x") * 300_000_000, bytearray(b"x") * 2_000_000
+del large
+assert unused.give_back()
+before = held()
+large, stays = bytearray(b"x") * 200_000_000, bytearray(b"x") * 2_000_000
+del large
+kept = held() - before
+unused.give_back()
+print(kept - (held() - before))
+"""
+
+
+@pytest.mark.parametrize("num_more", [0, 1])
+def test_and_at_some_further_looks(num_more):
+    given = cleared_by(UNUSED_LATER.format(num_more=num_more), **memory_environment({}))
+    assert given == pytest.approx(200_000_000 * num_more, rel=0.05, abs=1_000_000)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from unisono.errors import (
     UnisonoError,
     WorkerError,
 )
+from unisono.imports import keras_backend as _keras_backend
 from unisono.joining import join as _join
 from unisono.parallel import parallel, release
 from unisono.placement import device, log_placement, where
@@ -36,7 +37,7 @@ from unisono.topology import Topology, topology
 
 __version__ = "0.1.0"
 
-_keep_freed_memory(_os.environ)
+_keep_freed_memory(_os.environ, of_any_size=_keras_backend() == "jax")
 _join()
 _reserve()
 

@@ -2,9 +2,9 @@
 
 A step takes and frees large buffers. By default the C library gives each of them back to the system
 at once, which hands out cleared pages of 4 KiB for the next step: up to 40 % of a step's time on
-JAX, a fifth on torch. A process keeps buffers of up to 32 MiB for later use instead, and one that
-we start keeps all of them, in large pages: only then can the C library be told so. Values do not
-change by any of it.
+JAX, a fifth on torch. A process keeps buffers of up to 32 MiB for later use instead, on JAX, whose
+steps have one buffer of all that they need, those of any size. One that we start keeps all, in
+large pages: only then can the C library be told so. Values do not change by any of it.
 """
 
 import ctypes
@@ -22,22 +22,24 @@ _MOST_KEPT_BYTES = 32 << 20  # The largest number that the GNU C library takes.
 _RISE_BYTES = 64 << 20
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 # Numbers of mallopt's options, from its malloc.h.
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8
 
 _is_told = False
 
 
-def keep_freed_memory(env: Mapping[str, str]) -> bool:
+def keep_freed_memory(env: Mapping[str, str], *, of_any_size: bool = False) -> bool:
     """Have the C library keep freed buffers from now on; whether it does.
 
     Not where there are GPUs, whose memory has other keepers, nor where a user has chosen how memory
-    is handled.
+    is handled. Buffers of any size are kept in threads that start later, which then share one heap:
+    only that of a program's first thread has room for them.
     """
     if _is_chosen(env) or not _is_glibc() or not _is_for_cpus():
         return False
     global _is_told
     mallopt = ctypes.CDLL(None).mallopt
-    options = ((_MMAP_THRESHOLD, _MOST_KEPT_BYTES), (_TRIM_THRESHOLD, -1))
+    options = [(_MMAP_THRESHOLD, _MOST_KEPT_BYTES), (_TRIM_THRESHOLD, -1)]
+    options += [(_MMAP_MAX, 0), (_ARENA_MAX, 1)] if of_any_size else []
     _is_told = all(mallopt(number, value) for number, value in options)
     return _is_told
 
@@ -60,18 +62,24 @@ class Unused:
 
     What is kept is not always used again: a compiler leaves hundreds of megabytes behind, and a
     small block that stays may come to lie where a large buffer was, which then takes another place
-    at each such time.
+    at each such time. `num_more` is at how many further looks all is given back after a rise, until
+    such buffers have found their places.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, num_more: int = 0) -> None:
         self._peak_bytes = held_bytes()
+        self._num_more = num_more
+        self._num_due = 0
 
     def give_back(self) -> bool:
         """Look at what is held, in some microseconds; whether there was something to give."""
         now_bytes = held_bytes()
-        if now_bytes - self._peak_bytes < _RISE_BYTES:
+        if now_bytes - self._peak_bytes >= _RISE_BYTES:
+            self._peak_bytes = now_bytes
+            self._num_due = 1 + self._num_more
+        if not self._num_due:
             return False
-        self._peak_bytes = now_bytes
+        self._num_due -= 1
         return bool(ctypes.CDLL(None).malloc_trim(0))
 
 

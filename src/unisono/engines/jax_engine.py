@@ -18,7 +18,7 @@ from unisono.devices import Placement
 from unisono.engines.checksums import checksum, compared_variables, names_of
 from unisono.engines.hooks import bind, original, unbind
 from unisono.engines.interrupts import interrupts_held_back
-from unisono.engines.jax_ahead import hold_back
+from unisono.engines.jax_ahead import await_turn, note_step
 from unisono.engines.jax_batch_norm import tracing_step
 from unisono.engines.jax_collectives import JaxCollectives
 from unisono.engines.jax_devices import adopted, ensure_cpu_devices
@@ -148,13 +148,15 @@ class JaxReplicas:
         def run(state: Any, data: Any) -> Any:
             # The variables, not `state`, are the truth: a callback may have written to a layer.
             # They are written at each step, as this one frees the values that they had before.
+            if self.placement.kind == "cpu":
+                await_turn()
             self._state.list_like(state)
             before, data = self._state.take(), self._mesh.place(data)
             with interrupts_held_back():
                 outputs, state = step(before, data)
                 self._state.publish(state)
             if self.placement.kind == "cpu":
-                hold_back(outputs, state)
+                note_step(outputs, state)
             return outputs, state
 
         return run

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 
 from unisono.devices import Placement
-from unisono.engines.jax_ahead import hold_back
+from unisono.engines.jax_ahead import await_turn, note_step
 from unisono.engines.jax_mesh import ReplicaMesh
 from unisono.errors import StrategyError
 
@@ -39,9 +39,11 @@ class JaxLoop:
         """Nothing is left open."""
 
     def run(self, step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if self._placement.kind != "cpu":
+            return step(*args, **kwargs)
+        await_turn()
         outputs = step(*args, **kwargs)
-        if self._placement.kind == "cpu":
-            hold_back(outputs)
+        note_step(outputs)
         return outputs
 
     def reduce(self, how: str, value: Any, axis: int | None) -> Any:

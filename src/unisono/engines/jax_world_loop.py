@@ -12,6 +12,7 @@ import keras
 import numpy as np
 
 from unisono.devices import Placement
+from unisono.engines.jax_ahead import await_turn, note_step
 from unisono.engines.jax_collectives import JaxCollectives
 from unisono.engines.jax_world_mesh import peers_watched, world_mesh
 from unisono.engines.world_feed import Feed
@@ -43,7 +44,12 @@ class JaxWorldLoop:
     def run(self, step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         args, kwargs = jax.tree.map(self._placed, (tuple(args), dict(kwargs)))
         with peers_watched():
-            return self._own(step(*args, **kwargs))
+            if self._kind == "cpu":
+                await_turn()
+            outputs = self._own(step(*args, **kwargs))
+            if self._kind == "cpu":
+                note_step(outputs)
+        return outputs
 
     def reduce(self, how: str, value: Any, axis: int | None) -> Any:
         def reduce_leaf(leaf: Any) -> Any:

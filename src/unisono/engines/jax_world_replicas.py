@@ -19,6 +19,7 @@ from unisono.devices import Placement
 from unisono.engines.checksums import names_of, own_checksums
 from unisono.engines.hooks import bind, original, unbind
 from unisono.engines.interrupts import interrupts_held_back
+from unisono.engines.jax_ahead import await_turn, note_step
 from unisono.engines.jax_batch_norm import tracing_step
 from unisono.engines.jax_collectives import JaxCollectives
 from unisono.engines.jax_functions import bind_makers, rebuild_functions, unbind_makers
@@ -118,13 +119,19 @@ class JaxWorldReplicas:
             self._state.list_like(state)
             share = self._feed.cut(data)
             self._agree(share)
-            with peers_watched(), interrupts_held_back():
-                if self._is_eager:
-                    outputs, state = step(self._state.seen(), self._whole(share))
-                else:
-                    outputs, state = step(self._state.take(), self._mesh.place(share))
-                self._state.publish(state, is_placed=not self._is_eager)
-            return keras.tree.map_structure(self._mesh.result, outputs), state
+            with peers_watched():
+                if self.placement.kind == "cpu":
+                    await_turn()
+                with interrupts_held_back():
+                    if self._is_eager:
+                        outputs, state = step(self._state.seen(), self._whole(share))
+                    else:
+                        outputs, state = step(self._state.take(), self._mesh.place(share))
+                    self._state.publish(state, is_placed=not self._is_eager)
+                outputs = keras.tree.map_structure(self._mesh.result, outputs)
+                if self.placement.kind == "cpu":
+                    note_step(outputs, state)
+            return outputs, state
 
         return run
 
