@@ -1,9 +1,13 @@
 """Races of ways to train: rounds, shares and verdicts, with and without a framework."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -158,6 +162,41 @@ def test_a_small_race(tmp_path):
     assert {"plain-2", "apart-2", "together-2", "inside-2", "keras_ddp-2", "raw_ddp-2"} <= {*ways}
     assert min(ways.values()) > 0
     assert (tmp_path / "out" / "bench.png").stat().st_size > 1000
+
+
+def racers_of(folder) -> set[int]:
+    mark = f"TMPDIR={folder}".encode()
+    found = set()
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark in environ.read_bytes().split(b"\0"):
+                found.add(int(environ.parent.name))
+    return found
+
+
+def wait_until(is_so, seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while not is_so() and time.monotonic() < end:
+        time.sleep(0.1)
+    return is_so()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_race_that_is_ended_leaves_nobody_behind(tmp_path, number):
+    words = ["--recipe", "digits", "--backend", "torch", "--rounds", "100000", "--replicas", "2"]
+    command = [sys.executable, "-m", "unisono", "bench", *words]
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    process = subprocess.Popen(command, env=env, cwd=tmp_path, stdout=subprocess.DEVNULL)
+    try:
+        # The bench itself, its guard, and ways of several processes: it is well under way.
+        assert wait_until(lambda: len(racers_of(tmp_path)) > 5, 90)
+        process.send_signal(number)
+        assert process.wait(20) != 0
+        assert wait_until(lambda: not racers_of(tmp_path), 10), racers_of(tmp_path)
+    finally:
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from unisono.bench.nets import NUM_STEPS, PER_REPLICA
 from unisono.devices import Policy
 from unisono.devices.host_memory import KEEP, TUNABLES
 from unisono.errors import BenchError
+from unisono.launch.guard import Guard
 from unisono.launch.plan import seats
 
 _POLL_S = 0.02
@@ -79,10 +81,11 @@ def run_race(net: str, backend: str, ways: Sequence[Way], rounds: int) -> Race:
     race = Race(net, backend, load=os.getloadavg()[0])
     with tempfile.TemporaryDirectory(prefix="unisono-bench-") as name, contextlib.ExitStack() as st:
         folder = Path(name)
+        guard = st.enter_context(contextlib.closing(Guard()))
         running = []
         for way in ways:
             # One after the other: a warm-up beside another one's would share its cores.
-            processes = st.enter_context(_started(way, net, backend, folder))
+            processes = st.enter_context(_started(way, net, backend, folder, guard))
             try:
                 _collect(folder, f"{way.name}-ready", way.num_processes, processes)
             except BenchError as error:
@@ -99,7 +102,7 @@ def run_race(net: str, backend: str, ways: Sequence[Way], rounds: int) -> Race:
             except BenchError as error:
                 race.failed[way.name] = f"In round {number + 1}: {error}"
                 for process in processes:  # The others may wait for it, and take cores for that.
-                    process.kill()
+                    _kill(process)
                 if not race.laps[way.name]:
                     del race.laps[way.name]
                 continue
@@ -125,7 +128,7 @@ def _lap(way: Way, net: str, told: list[dict[str, float]]) -> Lap:
 
 @contextlib.contextmanager
 def _started(
-    way: Way, net: str, backend: str, folder: Path
+    way: Way, net: str, backend: str, folder: Path, guard: Guard
 ) -> "Iterator[list[subprocess.Popen[bytes]]]":
     # Of those that never talk, each trains as if there were no other.
     num_replicas = 1 if way.kind == "apart" else way.num_replicas
@@ -137,20 +140,39 @@ def _started(
         if way.is_launched:
             launcher = [sys.executable, "-m", "unisono", "run", "--replicas"]
             command = [*launcher, str(way.num_processes), "-m", _RACER, *words]
-            processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
+            processes.append(_start(command, env, log, guard))
         else:
-            processes += _pinned(way, words, env, log)
+            _start_pinned(processes, way, words, env, log, guard)
         yield processes
+    except BaseException:
+        for process in processes:  # Nobody waits for the end of a pass any more.
+            _kill(process)
+        raise
     finally:
         (folder / "end").touch()
         for process in processes:
             _end(process)
+            guard.forget(process.pid)
         log.close()
 
 
-def _pinned(
-    way: Way, words: list[str], env: dict[str, str], log: IO[bytes]
-) -> "list[subprocess.Popen[bytes]]":
+def _start(
+    command: list[str], env: dict[str, str], log: IO[bytes], guard: Guard
+) -> "subprocess.Popen[bytes]":
+    """A process that ends with this one, however that ends."""
+    process = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
+    guard.watch(process.pid)
+    return process
+
+
+def _start_pinned(
+    processes: "list[subprocess.Popen[bytes]]",
+    way: Way,
+    words: list[str],
+    env: dict[str, str],
+    log: IO[bytes],
+    guard: Guard,
+) -> None:
     cores = sorted(os.sched_getaffinity(0))
     places = seats(
         way.num_processes,
@@ -160,22 +182,16 @@ def _pinned(
         policy=Policy(),
         given=os.environ,
     )
-    processes = []
     for rank, seat in enumerate(places):
         # One process of all cores keeps what its framework does by itself.
         own = dict(seat.env) if way.num_processes > 1 else {}
         own.pop(TUNABLES, None)  # What we do for our own processes is part of what is measured.
-        process = subprocess.Popen(
-            [sys.executable, "-m", _RACER, *words],
-            env=env | own | {"BENCH_RANK": str(rank)},
-            stdout=log,
-            stderr=log,
-        )
+        command = [sys.executable, "-m", _RACER, *words]
+        process = _start(command, env | own | {"BENCH_RANK": str(rank)}, log, guard)
+        processes.append(process)
         # Before it has imported anything: threads inherit the cores of who starts them.
         if seat.cores:
             os.sched_setaffinity(process.pid, seat.cores)
-        processes.append(process)
-    return processes
 
 
 def _environment(way: Way, backend: str, folder: Path) -> dict[str, str]:
@@ -218,8 +234,13 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     try:
         process.wait(20)
     except subprocess.TimeoutExpired:
-        process.kill()
+        _kill(process)
         process.wait()
+
+
+def _kill(process: "subprocess.Popen[bytes]") -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _free_port() -> int:
