@@ -67,17 +67,29 @@ def test_larger_buffers_are_used_again_where_we_start_a_process():
     assert num_cleared("", size, **memory_environment({})) < plain / 20
 
 
-def test_larger_buffers_are_used_again_on_jax():
-    size = 80_000_000
-    plain = num_cleared("", size)
-    assert num_cleared("import unisono", size, KERAS_BACKEND="jax") < plain / 20
-    assert num_cleared("import unisono", size, KERAS_BACKEND="torch") > plain / 2
+TRAINING = "import unisono; from unisono.devices import host_memory as memory; "
+TRAINING += "memory.keep_buffers_of_any_size()"
 
 
-def test_also_in_threads_that_start_later():
+@pytest.mark.parametrize("is_threaded", [False, True])
+def test_larger_buffers_are_used_again_on_jax_once_it_trains(is_threaded):
     size = 80_000_000
-    plain = num_cleared("", size, is_threaded=True)
-    assert num_cleared("import unisono", size, is_threaded=True, KERAS_BACKEND="jax") < plain / 20
+    plain = num_cleared("", size, is_threaded=is_threaded)
+    kept = num_cleared(TRAINING, size, is_threaded=is_threaded, KERAS_BACKEND="jax")
+    assert kept < plain / 20
+
+
+@pytest.mark.parametrize(
+    ("first", "env"),
+    [
+        ("import unisono", {"KERAS_BACKEND": "jax"}),
+        (TRAINING, {"KERAS_BACKEND": "torch"}),
+        (TRAINING, {"KERAS_BACKEND": "jax", "UNISONO_KEEP_MEMORY": "0"}),
+    ],
+)
+def test_and_not_otherwise(first, env):
+    size = 80_000_000
+    assert num_cleared(first, size, **env) > num_cleared("", size) / 2
 
 
 @pytest.mark.skipif(

@@ -37,7 +37,7 @@ from unisono.topology import Topology, topology
 
 __version__ = "0.1.0"
 
-_keep_freed_memory(_os.environ, of_any_size=_keras_backend() == "jax")
+_keep_freed_memory(_os.environ, in_one_heap=_keras_backend() == "jax")
 _join()
 _reserve()
 

@@ -36,6 +36,7 @@ def under_way(monkeypatch):
     monkeypatch.setattr(jax_ahead, "_under_way", steps)
     monkeypatch.setattr(jax_ahead, "_pace", jax_ahead._Pace())
     monkeypatch.setattr(jax_ahead, "_unused", None)
+    monkeypatch.setattr(jax_ahead, "keep_buffers_of_any_size", lambda: None)
     return steps
 
 
@@ -191,6 +192,14 @@ def test_memory_is_given_back_between_long_steps(under_way, clock, monkeypatch):
     for _ in range(3):
         give_out(Step(clock, 0.5))
     assert looks == [0, 0]
+
+
+def test_the_first_step_has_large_buffers_kept(under_way, clock, monkeypatch):
+    told = []
+    monkeypatch.setattr(jax_ahead, "keep_buffers_of_any_size", lambda: told.append(True))
+    for _ in range(3):
+        give_out(Step(clock, 0.05))
+    assert told == [True]
 
 
 def test_after_a_failed_step_none_is_waited_for(under_way, clock):

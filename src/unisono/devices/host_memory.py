@@ -2,9 +2,9 @@
 
 A step takes and frees large buffers. By default the C library gives each of them back to the system
 at once, which hands out cleared pages of 4 KiB for the next step: up to 40 % of a step's time on
-JAX, a fifth on torch. A process keeps buffers of up to 32 MiB for later use instead, on JAX, whose
-steps have one buffer of all that they need, those of any size. One that we start keeps all, in
-large pages: only then can the C library be told so. Values do not change by any of it.
+JAX, a fifth on torch. A process keeps buffers of up to 32 MiB for later use instead; on JAX, whose
+steps have one buffer of all that they need, those of any size once it trains. One that we start
+keeps all, in large pages: only then can the C library be told so. Values never change by it.
 """
 
 import ctypes
@@ -25,23 +25,31 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8
 
 _is_told = False
+_has_one_heap = False
 
 
-def keep_freed_memory(env: Mapping[str, str], *, of_any_size: bool = False) -> bool:
+def keep_freed_memory(env: Mapping[str, str], *, in_one_heap: bool = False) -> bool:
     """Have the C library keep freed buffers from now on; whether it does.
 
     Not where there are GPUs, whose memory has other keepers, nor where a user has chosen how memory
-    is handled. Buffers of any size are kept in threads that start later, which then share one heap:
-    only that of a program's first thread has room for them.
+    is handled. In one heap, that of the first thread, there is room for buffers of any size from
+    all threads that start later.
     """
     if _is_chosen(env) or not _is_glibc() or not _is_for_cpus():
         return False
-    global _is_told
-    mallopt = ctypes.CDLL(None).mallopt
-    options = [(_MMAP_THRESHOLD, _MOST_KEPT_BYTES), (_TRIM_THRESHOLD, -1)]
-    options += [(_MMAP_MAX, 0), (_ARENA_MAX, 1)] if of_any_size else []
-    _is_told = all(mallopt(number, value) for number, value in options)
+    global _is_told, _has_one_heap
+    _is_told = _tell((_MMAP_THRESHOLD, _MOST_KEPT_BYTES), (_TRIM_THRESHOLD, -1))
+    _has_one_heap = _is_told and in_one_heap and _tell((_ARENA_MAX, 1))
     return _is_told
+
+
+def keep_buffers_of_any_size() -> bool:
+    """Have large ones kept as well, where there is one heap; whether they are.
+
+    For when training begins: what a program takes before that to load its data comes in ever other
+    sizes, and is of no use later.
+    """
+    return _has_one_heap and _tell((_MMAP_MAX, 0))
 
 
 def memory_environment(env: Mapping[str, str]) -> dict[str, str]:
@@ -97,6 +105,11 @@ def held_bytes() -> int:
         return int(os.read(file, 128).split()[1]) * _PAGE_BYTES
     finally:
         os.close(file)
+
+
+def _tell(*options: tuple[int, int]) -> bool:
+    mallopt = ctypes.CDLL(None).mallopt
+    return all(mallopt(number, value) for number, value in options)
 
 
 def _is_chosen(env: Mapping[str, str]) -> bool:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from unisono.devices.host_memory import Unused, is_kept
+from unisono.devices.host_memory import Unused, is_kept, keep_buffers_of_any_size
 
 _MOST_STEPS = 8
 _LONG_S = 0.2
@@ -41,6 +41,7 @@ class _Pace:
     """What waiting for steps has told about them."""
 
     def __init__(self) -> None:
+        self.has_begun = False
         self.are_long = True  # Until one was waited for.
         self._last_end = 0.0
 
@@ -59,6 +60,9 @@ _unused = Unused(num_more=_MOVING_STEPS) if is_kept(os.environ) else None
 
 def await_turn() -> None:
     """Wait, before a step is given out, until few enough are under way."""
+    if not _pace.has_begun:
+        _pace.has_begun = True
+        keep_buffers_of_any_size()
     while len(_under_way) >= (1 if _pace.are_long else _MOST_STEPS):
         try:
             _wait_for_first([_under_way.popleft(), *_under_way])
