@@ -143,6 +143,15 @@ print(kept - (held() - before))
 """
 
 
+@pytest.mark.parametrize(("least_rise", "gives"), [(1.0, 1), (100.0, 0)])
+def test_a_small_rise_may_not_be_worth_it(least_rise, gives):
+    program = "from unisono.devices.host_memory import Unused\n"
+    program += f"unused = Unused(least_rise={least_rise})\n"
+    program += 'large, stays = bytearray(b"x") * 600_000_000, bytearray(b"x") * 2_000_000\n'
+    program += "del large\nprint(int(unused.give_back()))"
+    assert cleared_by(program, **memory_environment({})) == gives
+
+
 @pytest.mark.parametrize("num_more", [0, 1])
 def test_and_at_some_further_looks(num_more):
     given = cleared_by(UNUSED_LATER.format(num_more=num_more), **memory_environment({}))

@@ -71,18 +71,19 @@ class Unused:
     What is kept is not always used again: a compiler leaves hundreds of megabytes behind, and a
     small block that stays may come to lie where a large buffer was, which then takes another place
     at each such time. `num_more` is at how many further looks all is given back after a rise, until
-    such buffers have found their places.
+    such buffers have found their places; `least_rise` is a share of what was held.
     """
 
-    def __init__(self, *, num_more: int = 0) -> None:
+    def __init__(self, *, num_more: int = 0, least_rise: float = 0.0) -> None:
         self._peak_bytes = held_bytes()
         self._num_more = num_more
+        self._least_rise = least_rise
         self._num_due = 0
 
     def give_back(self) -> bool:
         """Look at what is held, in some microseconds; whether there was something to give."""
         now_bytes = held_bytes()
-        if now_bytes - self._peak_bytes >= _RISE_BYTES:
+        if now_bytes - self._peak_bytes >= max(_RISE_BYTES, self._least_rise * self._peak_bytes):
             self._peak_bytes = now_bytes
             self._num_due = 1 + self._num_more
         if not self._num_due:
