@@ -35,8 +35,7 @@ def under_way(monkeypatch):
     steps: deque = deque()
     monkeypatch.setattr(jax_ahead, "_under_way", steps)
     monkeypatch.setattr(jax_ahead, "_pace", jax_ahead._Pace())
-    monkeypatch.setattr(jax_ahead, "_unused", None)
-    monkeypatch.setattr(jax_ahead, "keep_buffers_of_any_size", lambda: None)
+    monkeypatch.setattr(jax_ahead, "keep_buffers_of_any_size", lambda: False)
     return steps
 
 
@@ -181,25 +180,24 @@ def test_a_step_that_was_over_already_tells_nothing(short_steps, clock):
     assert most_under_way([Step(clock, 0.05, is_over=True) for _ in range(12)], short_steps) == 8
 
 
-def test_memory_is_given_back_between_long_steps(under_way, clock, monkeypatch):
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_memory_that_is_kept_is_given_back_between_long_steps(
+    under_way, clock, monkeypatch, is_kept
+):
     looks = []
 
     class Unused:
+        def __init__(self, **options):
+            looks.append("made")
+
         def give_back(self):
             looks.append(len(under_way))
 
-    monkeypatch.setattr(jax_ahead, "_unused", Unused())
+    monkeypatch.setattr(jax_ahead, "Unused", Unused)
+    monkeypatch.setattr(jax_ahead, "keep_buffers_of_any_size", lambda: is_kept)
     for _ in range(3):
         give_out(Step(clock, 0.5))
-    assert looks == [0, 0]
-
-
-def test_the_first_step_has_large_buffers_kept(under_way, clock, monkeypatch):
-    told = []
-    monkeypatch.setattr(jax_ahead, "keep_buffers_of_any_size", lambda: told.append(True))
-    for _ in range(3):
-        give_out(Step(clock, 0.05))
-    assert told == [True]
+    assert looks == (["made", 0, 0] if is_kept else [])
 
 
 def test_after_a_failed_step_none_is_waited_for(under_way, clock):

@@ -10,7 +10,6 @@ one upon the other need the memory of two. Of long ones a single one is under wa
 made ready beside it, and only the moment of handing over is lost.
 """
 
-import os
 import time
 import weakref
 from collections import deque
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from unisono.devices.host_memory import Unused, is_kept, keep_buffers_of_any_size
+from unisono.devices.host_memory import Unused, keep_buffers_of_any_size
 
 _MOST_STEPS = 8
 _LONG_S = 0.2
@@ -45,7 +44,15 @@ class _Pace:
     def __init__(self) -> None:
         self.has_begun = False
         self.are_long = True  # Until one was waited for.
+        self.unused: Unused | None = None
         self._last_end = 0.0
+
+    def begin(self) -> None:
+        """The first step is about to be given out."""
+        self.has_begun = True
+        # A process that was started to keep all has large pages, which giving back would break up.
+        if keep_buffers_of_any_size():
+            self.unused = Unused(num_more=_MOVING_STEPS, least_rise=_LEAST_RISE)
 
     def learn(self, step: _Step) -> None:
         """A step has ended right now."""
@@ -57,15 +64,12 @@ class _Pace:
 # Of all models: they share the devices.
 _under_way: deque[_Step] = deque()
 _pace = _Pace()
-_is_kept = is_kept(os.environ)
-_unused = Unused(num_more=_MOVING_STEPS, least_rise=_LEAST_RISE) if _is_kept else None
 
 
 def await_turn() -> None:
     """Wait, before a step is given out, until few enough are under way."""
     if not _pace.has_begun:
-        _pace.has_begun = True
-        keep_buffers_of_any_size()
+        _pace.begin()
     while len(_under_way) >= (1 if _pace.are_long else _MOST_STEPS):
         try:
             _wait_for_first([_under_way.popleft(), *_under_way])
@@ -117,5 +121,5 @@ def _wait_for_first(steps: list[_Step]) -> None:
 def _give_back() -> None:
     """Between two long steps, when neither has its buffer."""
     time.sleep(_ENDING_S)
-    if _unused is not None:
-        _unused.give_back()
+    if _pace.unused is not None:
+        _pace.unused.give_back()
