@@ -43,7 +43,7 @@ class _Pace:
 
     def __init__(self) -> None:
         self.has_begun = False
-        self.are_long = True  # Until one was waited for.
+        self.are_long: bool | None = None  # Until one was waited for.
         self.unused: Unused | None = None
         self._last_end = 0.0
 
@@ -70,7 +70,7 @@ def await_turn() -> None:
     """Wait, before a step is given out, until few enough are under way."""
     if not _pace.has_begun:
         _pace.begin()
-    while len(_under_way) >= (1 if _pace.are_long else _MOST_STEPS):
+    while len(_under_way) >= (_MOST_STEPS if _pace.are_long is False else 1):
         try:
             _wait_for_first([_under_way.popleft(), *_under_way])
         except BaseException:
@@ -113,13 +113,13 @@ def _wait_for_first(steps: list[_Step]) -> None:
             jax.block_until_ready(alive)
             if not is_over:
                 _pace.learn(step)
-                if _pace.are_long:
-                    _give_back()
+            if _pace.are_long:
+                _give_back(0.0 if is_over else _ENDING_S)
             return
 
 
-def _give_back() -> None:
+def _give_back(after_s: float) -> None:
     """Between two long steps, when neither has its buffer."""
-    time.sleep(_ENDING_S)
+    time.sleep(after_s)
     if _pace.unused is not None:
         _pace.unused.give_back()
