@@ -50,7 +50,7 @@ class _Pace:
     def begin(self) -> None:
         """The first step is about to be given out."""
         self.has_begun = True
-        # A process that was started to keep all has large pages, which giving back would break up.
+        # Not in a process that was started to keep all: giving back made it slower.
         if keep_buffers_of_any_size():
             self.unused = Unused(num_more=_MOVING_STEPS, least_rise=_LEAST_RISE)
 
