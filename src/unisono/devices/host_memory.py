@@ -1,7 +1,7 @@
 """How a process that trains on CPUs gets the memory of its machine: buffers that are used again.
 
 A step takes and frees large buffers. By default the C library gives each of them back to the system
-at once, which hands out cleared pages of 4 KiB for the next step: up to 40 % of a step's time on
+at once, which hands out cleared pages of 4 KiB for the next step: up to half of a step's time on
 JAX, a fifth on torch. A process keeps buffers of up to 32 MiB for later use instead; on JAX, whose
 steps have one buffer of all that they need, those of any size once it trains. One that we start
 keeps all, in large pages: only then can the C library be told so. Values never change by it.
