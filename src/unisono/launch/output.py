@@ -64,6 +64,7 @@ class Output:
         self._awake, self._wake = os.pipe()
         self._selector.register(self._awake, selectors.EVENT_READ)
         self._lock = threading.Lock()
+        self._asked: collections.deque[threading.Event] = collections.deque()
         self._is_closing = False
         self._thread = threading.Thread(target=self._carry, name="unisono-output", daemon=True)
         self._thread.start()
@@ -84,6 +85,16 @@ class Output:
             return Streams(*(self._add([*sinks, each.add], os.pipe(), each) for each in lines))
         both = self._add(sinks, os.pipe())
         return Streams(both, both)
+
+    def catch_up(self, timeout_s: float = 1.0) -> bool:
+        """Wait until all is carried that the processes have printed so far; whether it was.
+
+        Not for ever: a terminal may not take more text.
+        """
+        is_carried = threading.Event()
+        self._asked.append(is_carried)
+        os.write(self._wake, b".")
+        return is_carried.wait(timeout_s)
 
     def last_output(self, rank: int) -> str:
         """The end of what a process printed, if it was not shown."""
@@ -121,11 +132,15 @@ class Output:
 
     def _carry(self) -> None:
         while not self._is_closing or len(self._selector.get_map()) > 1:
-            for key, _ in self._selector.select():
+            asked = [self._asked.popleft() for _ in range(len(self._asked))]
+            # What they ask for is there already, and no more than one read takes.
+            for key, _ in self._selector.select(timeout=0 if asked else None):
                 if key.fd == self._awake:
                     os.read(key.fd, 4096)
                 else:
                     self._take(key.fd, *key.data)
+            for is_carried in asked:
+                is_carried.set()
 
     def _take(self, file: int, sinks: list[Sink], last: "_Lines | None") -> None:
         try:

@@ -27,7 +27,6 @@ AFTERMATH_S = 0.3
 ECHO_S = 2.0
 """The same while only echoes were seen: a process that is gone for others may still be ending."""
 
-_OUTPUT_S = 0.05  # What a process printed before it failed is still on its way.
 _TERM_S = 2.0  # A process of JAX does not end when it is asked to.
 
 
@@ -57,12 +56,10 @@ class Watch:
             self.pardon_until = now + 2 * BEAT_S
         self._last_look = now
         self.ranks.look()
-        found = [self._failure(rank) for rank in self.ranks if self._has_failed(rank)]
-        if found:
-            time.sleep(_OUTPUT_S)
+        found = self._failures(self._has_failed)
         self._is_one_missed |= any(failure.kind == "echo" for failure in found)
         if self._is_one_missed:
-            found = [*map(self._failure, filter(self._has_vanished, self.ranks)), *found]
+            found = [*self._failures(self._has_vanished), *found]
         return found
 
     @property
@@ -107,6 +104,12 @@ class Watch:
     def _has_vanished(self, rank: Rank) -> bool:
         """Whether a process ended without a word, which is no failure until others miss it."""
         return rank.rank not in self._failed and rank.code == 0 and rank.report is None
+
+    def _failures(self, is_meant: Callable[[Rank], bool]) -> list[Failure]:
+        ranks = [rank for rank in self.ranks if is_meant(rank)]
+        if ranks:  # What they printed before may still be on its way.
+            self.ranks.output.catch_up()
+        return [self._failure(rank) for rank in ranks]
 
     def _failure(self, rank: Rank) -> Failure:
         self._failed.add(rank.rank)
