@@ -181,23 +181,26 @@ def test_a_step_that_was_over_already_tells_nothing(short_steps, clock):
 
 
 @pytest.mark.parametrize("is_kept", [True, False])
-def test_memory_that_is_kept_is_given_back_between_long_steps(
-    under_way, clock, monkeypatch, is_kept
-):
-    looks = []
+def test_memory_is_watched_while_long_steps_run(under_way, clock, monkeypatch, is_kept):
+    watched = []
 
-    class Unused:
-        def __init__(self, **options):
-            looks.append("made")
+    class PeakWatch:
+        def begin(self, seconds):
+            watched.append(round(seconds, 3))
 
-        def give_back(self):
-            looks.append(len(under_way))
-
-    monkeypatch.setattr(jax_ahead, "Unused", Unused)
+    monkeypatch.setattr(jax_ahead, "PeakWatch", PeakWatch)
     monkeypatch.setattr(jax_ahead, "keep_buffers_of_any_size", lambda: is_kept)
     for _ in range(3):
         give_out(Step(clock, 0.5))
-    assert looks == (["made", 0, 0] if is_kept else [])
+    # Of the first nothing is known; then for longer than the last one took.
+    assert watched == ([0.4, 1.0, 1.0] if is_kept else [])
+
+
+def test_memory_is_not_watched_for_short_ones(short_steps, clock, monkeypatch):
+    monkeypatch.setattr(jax_ahead, "keep_buffers_of_any_size", lambda: True)
+    monkeypatch.setattr(jax_ahead, "PeakWatch", object)
+    for _ in range(12):
+        give_out(Step(clock, 0.05))
 
 
 def test_after_a_failed_step_none_is_waited_for(under_way, clock):

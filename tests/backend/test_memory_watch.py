@@ -1,6 +1,7 @@
-"""A `fit` looks for unused memory at each step, where its process keeps what it freed."""
+"""Training looks for unused memory, where its process keeps what it freed."""
 
 import sys
+import time
 
 import keras
 import numpy as np
@@ -34,3 +35,23 @@ def test_of_short_steps_few_look(monkeypatch):
     for _ in range(100):
         assert watch.before(("state", "data")) == ("state", "data")
     assert len(looks) < 50
+
+
+def test_the_watch_of_a_long_step_looks_often_until_it_is_over(monkeypatch):
+    looks = []
+
+    class Looks:
+        def keep_peak(self):
+            looks.append(time.monotonic())
+
+    monkeypatch.setattr(memory_watch, "Unused", Looks)
+    watch = memory_watch.PeakWatch()
+    time.sleep(0.1)
+    assert not looks
+    for _ in range(2):
+        looks.clear()
+        watch.begin(0.3)
+        end = time.monotonic() + 0.3
+        time.sleep(0.5)
+        assert len(looks) > 2
+        assert looks[-1] < end + 0.02

@@ -69,27 +69,31 @@ class Unused:
     """Memory that a process keeps and does not use, given back when it has grown.
 
     What is kept is not always used again: a compiler leaves hundreds of megabytes behind, and a
-    small block that stays may come to lie where a large buffer was, which then takes another place
-    at each such time. `num_more` is at how many further looks all is given back after a rise, until
-    such buffers have found their places; `least_rise` is a share of what was held.
+    small block that stays may come to lie where a large buffer was, which then takes another place.
     """
 
-    def __init__(self, *, num_more: int = 0, least_rise: float = 0.0) -> None:
+    def __init__(self) -> None:
         self._peak_bytes = held_bytes()
-        self._num_more = num_more
-        self._least_rise = least_rise
-        self._num_due = 0
 
     def give_back(self) -> bool:
-        """Look at what is held, in some microseconds; whether there was something to give."""
+        """Look at what is held, in some microseconds; whether there was something to give.
+
+        For between steps: what they hold while they run may be all that there is to give, so a
+        rise counts once.
+        """
         now_bytes = held_bytes()
-        if now_bytes - self._peak_bytes >= max(_RISE_BYTES, self._least_rise * self._peak_bytes):
-            self._peak_bytes = now_bytes
-            self._num_due = 1 + self._num_more
-        if not self._num_due:
+        if now_bytes - self._peak_bytes < _RISE_BYTES:
             return False
-        self._num_due -= 1
-        return bool(ctypes.CDLL(None).malloc_trim(0))
+        self._peak_bytes = now_bytes
+        return _trim()
+
+    def keep_peak(self) -> bool:
+        """The same while a step runs: the peak rises by no more than is in use."""
+        if held_bytes() - self._peak_bytes < _RISE_BYTES:
+            return False
+        has_given = _trim()
+        self._peak_bytes = max(self._peak_bytes, held_bytes())
+        return has_given
 
 
 def is_kept(env: Mapping[str, str]) -> bool:
@@ -111,6 +115,10 @@ def held_bytes() -> int:
 def _tell(*options: tuple[int, int]) -> bool:
     mallopt = ctypes.CDLL(None).mallopt
     return all(mallopt(number, value) for number, value in options)
+
+
+def _trim() -> bool:
+    return bool(ctypes.CDLL(None).malloc_trim(0))
 
 
 def _is_chosen(env: Mapping[str, str]) -> bool:

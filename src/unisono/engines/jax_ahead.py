@@ -7,7 +7,8 @@ fast, and never come to that.
 
 A step takes its large buffer before the one ahead of it has given back its own, so steps that come
 one upon the other need the memory of two. Of long ones a single one is under way: the next batch is
-made ready beside it, and only the moment of handing over is lost.
+made ready beside it, and only the moment of handing over is lost. Where the process keeps memory
+that was freed, it is watched that a buffer in another place does not add to the last one's.
 """
 
 import time
@@ -18,16 +19,13 @@ from typing import Any, NamedTuple
 
 import jax
 
-from unisono.devices.host_memory import Unused, keep_buffers_of_any_size
+from unisono.devices.host_memory import keep_buffers_of_any_size
+from unisono.engines.memory_watch import PeakWatch
 
 _MOST_STEPS = 8
 _LONG_S = 0.2
 _ENDING_S = 0.003
 """In which a step that has told its results gives back its buffer."""
-_MOVING_STEPS = 4
-"""After which their buffer is likely to have found a place for good."""
-_LEAST_RISE = 0.25
-"""Of what the process held: a step whose buffer was given back takes a fifth longer."""
 _SMALL_BYTES = 1024
 
 
@@ -44,7 +42,8 @@ class _Pace:
     def __init__(self) -> None:
         self.has_begun = False
         self.are_long: bool | None = None  # Until one was waited for.
-        self.unused: Unused | None = None
+        self._watch: PeakWatch | None = None
+        self._took_s = _LONG_S
         self._last_end = 0.0
 
     def begin(self) -> None:
@@ -52,12 +51,18 @@ class _Pace:
         self.has_begun = True
         # Not in a process that was started to keep all: giving back made it slower.
         if keep_buffers_of_any_size():
-            self.unused = Unused(num_more=_MOVING_STEPS, least_rise=_LEAST_RISE)
+            self._watch = PeakWatch()
+
+    def note(self) -> None:
+        """A step was given out."""
+        if self._watch is not None and self.are_long is not False:
+            self._watch.begin(2 * self._took_s)
 
     def learn(self, step: _Step) -> None:
         """A step has ended right now."""
         now = time.monotonic()
-        self.are_long = now - max(step.began, self._last_end) > _LONG_S
+        self._took_s = now - max(step.began, self._last_end)
+        self.are_long = self._took_s > _LONG_S
         self._last_end = now
 
 
@@ -90,6 +95,7 @@ def note_step(outputs: Any, state: Any = None) -> None:
         jax.block_until_ready(state)
         return
     _under_way.append(_Step(time.monotonic(), [_noted(array) for array in arrays]))
+    _pace.note()
 
 
 def forget_steps() -> None:
@@ -113,13 +119,6 @@ def _wait_for_first(steps: list[_Step]) -> None:
             jax.block_until_ready(alive)
             if not is_over:
                 _pace.learn(step)
-            if _pace.are_long:
-                _give_back(0.0 if is_over else _ENDING_S)
+                if _pace.are_long:
+                    time.sleep(_ENDING_S)
             return
-
-
-def _give_back(after_s: float) -> None:
-    """Between two long steps, when neither has its buffer."""
-    time.sleep(after_s)
-    if _pace.unused is not None:
-        _pace.unused.give_back()
