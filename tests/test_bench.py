@@ -15,6 +15,7 @@ from unisono import benchmark
 from unisono.bench.race import Lap, Race, Way, last_words
 from unisono.bench.report import TITLES, rows, shares, table, to_json, verdict
 from unisono.bench.scaling import read_program
+from unisono.bench.script import warm
 from unisono.benchmark import ways_of
 from unisono.cli import main
 
@@ -61,7 +62,9 @@ def test_speed_up_is_over_one_replica_or_over_plain_keras():
     assert (found.speed_up, found.efficiency) == (pytest.approx(2.0), pytest.approx(0.8))
     found = shares(race(**ways, apart_1=laps(100), together_1=laps(100)))
     assert [each.speed_up for each in found] == [pytest.approx(1.6), pytest.approx(1.0)]
-    assert "speed-up 1.60, efficiency 0.80" in table(race(**ways, together_1=laps(100)), TITLES)
+    text = table(race(**ways, together_1=laps(100)), TITLES)
+    assert "2 replicas: speed-up 1.60 (over 1 replica), efficiency 0.80 (of the limit)" in text
+    assert "speed-up 2.00 (over plain Keras), " in table(race(**ways), TITLES)
 
 
 @pytest.mark.parametrize(
@@ -75,6 +78,16 @@ def test_speed_up_is_over_one_replica_or_over_plain_keras():
 )
 def test_the_verdict_says_what_to_change(together, said):
     assert said in verdict(race(apart_2=laps(100), together_2=together))
+
+
+def test_one_replica_tells_nothing_of_more():
+    said = verdict(race(apart_1=laps(100), together_1=laps(99)))
+    assert said.startswith("Computing takes 99% of a step on 1 replica: a faster device will help")
+
+
+@pytest.mark.parametrize(("num", "first"), [(2, 1), (4, 1), (12, 3)])
+def test_the_beginning_of_a_script_does_not_count(num, first):
+    assert warm(list(range(num))) == list(range(first, num))
 
 
 def test_the_table_and_the_json():
@@ -137,7 +150,7 @@ def test_several_nets_in_one_run(tmp_path, monkeypatch):
     """Each with each backend, and written down as soon as it is known."""
     raced = []
 
-    def run_race(net, backend, ways, rounds):
+    def run_race(net, backend, ways, rounds, tell):
         raced.append((net, backend))
         return Race(net, backend, {"plain-2": laps(100.0), "together-2": laps(150.0)})
 
@@ -187,16 +200,38 @@ def test_a_race_that_is_ended_leaves_nobody_behind(tmp_path, number):
     words = ["--recipe", "digits", "--backend", "torch", "--rounds", "100000", "--replicas", "2"]
     command = [sys.executable, "-m", "unisono", "bench", *words]
     env = {**os.environ, "TMPDIR": str(tmp_path)}
-    process = subprocess.Popen(command, env=env, cwd=tmp_path, stdout=subprocess.DEVNULL)
+    with (tmp_path / "said").open("w") as said:
+        process = subprocess.Popen(command, env=env, cwd=tmp_path, stdout=said, stderr=said)
     try:
         # The bench itself, its guard, and ways of several processes: it is well under way.
         assert wait_until(lambda: len(racers_of(tmp_path)) > 5, 90)
         process.send_signal(number)
         assert process.wait(20) != 0
         assert wait_until(lambda: not racers_of(tmp_path), 10), racers_of(tmp_path)
+        said = (tmp_path / "said").read_text()
+        assert "Traceback" not in said
+        if number != signal.SIGKILL:
+            assert "digits, torch: warming up plain-2 (1 of " in said
+            assert "unisono: ended by a signal; what is not in the tables above is lost." in said
+            assert not list(tmp_path.glob("unisono-bench-*"))
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("raise ValueError('no data')", "ended with code 1, so that it cannot be measured"),
+        (SCRIPT.replace("epochs=3", "epochs=1").replace("20000", "200"), "give it more epochs"),
+    ],
+)
+def test_a_script_that_cannot_be_measured(tmp_path, program, said):
+    (tmp_path / "train.py").write_text(program)
+    done = bench("--script", "train.py", "--backend", "torch", "--replicas", 1, folder=tmp_path)
+    assert done.returncode == 1
+    assert said in done.stderr
 
 
 @pytest.mark.slow
@@ -224,6 +259,8 @@ def test_a_script_of_a_user(tmp_path):
         (["--backend", "mxnet"], "Asked for mxnet"),
         (["--script", "nothing.py", "--backend", "jax"], "nothing.py; there is no such file"),
         (["--replicas", "two"], "not a list of numbers"),
+        (["--rounds", "0"], "'0' is not a number of rounds, 1 or more"),
+        (["--backend", "torch", "--output", __file__], "--output a folder that can be written to"),
         (["--recipe", "mnist,mnits"], "no recipe 'mnits' to measure; choose among digits, mnist"),
     ],
 )

@@ -1,6 +1,8 @@
 """The names that users import, pinned: adding one is a decision, losing one breaks programs."""
 
 import inspect
+import subprocess
+import sys
 
 import pytest
 
@@ -117,3 +119,13 @@ def test_errors_are_documented(name):
 
 def test_the_version_is_that_of_the_package():
     assert [int(part) for part in unisono.__version__.split(".")] >= [0, 1, 0]
+
+
+@pytest.mark.parametrize("name", ["callbacks.DeviceStats", "compat.multi_gpu_model", "schedules"])
+def test_rooms_are_there_by_their_names(name):
+    """Without an import of their own, and without Keras before one is asked for."""
+    program = "import sys, unisono; assert 'keras' not in sys.modules; "
+    done = subprocess.run([sys.executable, "-c", program + f"unisono.{name}"], check=False)
+    assert done.returncode == 0
+    with pytest.raises(AttributeError, match="has no attribute 'rooms'"):
+        _ = unisono.rooms

@@ -1,6 +1,8 @@
 """Train a Keras 3 model on many devices with one call, with the result of one device."""
 
+import importlib as _importlib
 import os as _os
+from typing import Any as _Any
 
 from unisono.checks import check_replicas
 from unisono.configuration import configure
@@ -40,6 +42,16 @@ __version__ = "0.1.0"
 _keep_freed_memory(_os.environ, in_one_heap=_keras_backend() == "jax")
 _join()
 _reserve()
+
+# These import Keras, which may be configured first: they come when they are asked for.
+_LATE_ROOMS = ("callbacks", "compat", "schedules")
+
+
+def __getattr__(name: str) -> _Any:
+    if name in _LATE_ROOMS:
+        return _importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "BenchError",

@@ -5,10 +5,16 @@ talk to each other.
 """
 
 import argparse
+import contextlib
 import importlib.util
 import itertools
 import json
 import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +23,11 @@ from unisono.bench.peers import PEERS
 from unisono.bench.race import Race, Way, run_race
 from unisono.bench.report import TITLES, plot, table, to_json
 from unisono.bench.script import race_script
+from unisono.devices.choice import num_gpus
 from unisono.errors import BenchError
 
 _BUSY = 0.5
+_ROUNDS = 5
 _BACKENDS = ("jax", "tensorflow", "torch")
 
 
@@ -30,41 +38,112 @@ def add_to(commands: Any) -> None:
     what = parser.add_mutually_exclusive_group()
     nets = ", ".join(sorted(PER_REPLICA))
     what.add_argument(
-        "--recipe", type=_recipes, default=["mnist"], metavar="R", help=f"one or several of {nets}"
+        "--recipe",
+        type=_recipes,
+        default=["mnist"],
+        metavar="R",
+        help=f"one or several of {nets} (mnist)",
     )
     what.add_argument("--script", type=Path, metavar="S", help="your own training script")
-    parser.add_argument("--replicas", type=_counts, default=[1, 2], metavar="1,2,4")
-    parser.add_argument("--backend", default="", metavar="all", help="one, several, or all")
-    parser.add_argument("--peers", action="store_true", help="others' ways, in the same rounds")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--replicas",
+        type=_counts,
+        default=[1, 2],
+        metavar="1,2,4",
+        help="how many, one number or several (1,2)",
+    )
+    parser.add_argument(
+        "--backend",
+        default="",
+        metavar="B",
+        help="jax, tensorflow, torch, several with commas, or all that are installed "
+        "(KERAS_BACKEND, else the first)",
+    )
+    parser.add_argument(
+        "--peers",
+        action="store_true",
+        help="also race what others offer: DataParallel, MirroredStrategy, DDP, Lightning, …",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=_rounds,
+        metavar="N",
+        help=f"how often each is measured ({_ROUNDS}; a script: once)",
+    )
     parser.add_argument("--output", type=Path, metavar="D", help="write bench.json and bench.png")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    load = os.getloadavg()[0]
-    print(f"load before the start: {load:.2f} on {len(os.sched_getaffinity(0))} cores", flush=True)
-    if load > _BUSY:
-        print("The machine is busy: figures move, ratios within a round less.", flush=True)
     chosen = _backends(options.backend)
+    _make_room(options.output)
+    load, num_cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    print(f"load before the start: {load:.2f} on {num_cores} cores", flush=True)
+    busy = "The machine is busy: figures move, ratios within a round less." if load > _BUSY else ""
+    if busy:
+        print(busy, flush=True)
+    if max(options.replicas) > num_cores and not num_gpus():
+        print(f"{max(options.replicas)} replicas share {num_cores} cores, and take turns on them.")
     titles = TITLES | {name: peer.title for name, peer in PEERS.items()}
     races: list[Race] = []
-    for net, backend in itertools.product(options.recipe, chosen):
-        if options.script is not None:
-            race = race_script(options.script, backend, options.replicas)
-        else:
-            ways = ways_of(backend, options.replicas, has_peers=options.peers)
-            race = run_race(net, backend, ways, options.rounds)
-        races.append(race)
-        print(f"\n{table(race, titles)}", flush=True)
-        if options.output is not None:  # What is measured is not lost with the rest.
-            options.output.mkdir(parents=True, exist_ok=True)
-            told = [to_json(each, titles) for each in races]
-            (options.output / "bench.json").write_text(json.dumps(told, indent=1))
+    with _ended_tidily():
+        for net, backend in itertools.product(options.recipe, chosen):
+            race = _race(options, net, backend)
+            races.append(race)
+            print(f"\n{table(race, titles)}", flush=True)
+            if options.output is not None:  # What is measured is not lost with the rest.
+                told = [to_json(each, titles) for each in races]
+                (options.output / "bench.json").write_text(json.dumps(told, indent=1))
+    if busy:
+        print(f"It was at {load:.2f} before the start: measure again when it is quiet.")
     if options.output is not None:
         plot(races, options.output / "bench.png")
         print(f"\nresults: {options.output}")
     return 0
+
+
+def _race(options: argparse.Namespace, net: str, backend: str) -> Race:
+    if options.script is not None:
+        rounds = options.rounds or 1
+        return race_script(options.script, backend, options.replicas, rounds, _tell)
+    ways = ways_of(backend, options.replicas, has_peers=options.peers)
+    return run_race(net, backend, ways, options.rounds or _ROUNDS, _tell)
+
+
+def _tell(text: str) -> None:
+    """What is done now, for who waits: it is no part of the results."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+def _make_room(output: Path | None) -> None:
+    """The folder of the results, before anything is measured for it."""
+    if output is None:
+        return
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output):
+            pass
+    except OSError as error:
+        raise BenchError(
+            f"Asked to write the results to {output}: {error.strerror}. Give --output a folder "
+            "that can be written to."
+        ) from error
+
+
+@contextlib.contextmanager
+def _ended_tidily() -> Iterator[None]:
+    """A signal ends what was started, and removes what was written for it, without a traceback."""
+
+    def end(number: int, frame: Any) -> None:
+        print("\nunisono: ended by a signal; what is not in the tables above is lost.", flush=True)
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def ways_of(backend: str, counts: list[int], *, has_peers: bool) -> list[Way]:
@@ -112,3 +191,9 @@ def _counts(text: str) -> list[int]:
     if not counts or counts[0] < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 1,2,4")
     return counts
+
+
+def _rounds(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of rounds, 1 or more")
+    return int(text)

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -55,8 +55,8 @@ class Lap:
 
     images_per_s: float
     seconds: float
-    cpu_s: float
-    peak_bytes: int
+    cpu_s: float | None = None
+    peak_bytes: int | None = None
     waited_s: float = 0.0
     """Of the pass, on the others, by the mean process."""
     slowest_wait_s: float = 0.0
@@ -76,14 +76,24 @@ class Race:
     load: float = 0.0
 
 
-def run_race(net: str, backend: str, ways: Sequence[Way], rounds: int) -> Race:
-    """Race all ways; one that cannot start is left out; why, and when one ends early, is said."""
+def run_race(
+    net: str,
+    backend: str,
+    ways: Sequence[Way],
+    rounds: int,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Race:
+    """Race all ways; one that cannot start is left out; why, and when one ends early, is said.
+
+    `tell` hears what is done next.
+    """
     race = Race(net, backend, load=os.getloadavg()[0])
     with tempfile.TemporaryDirectory(prefix="unisono-bench-") as name, contextlib.ExitStack() as st:
         folder = Path(name)
         guard = st.enter_context(contextlib.closing(Guard()))
         running = []
-        for way in ways:
+        for place, way in enumerate(ways, 1):
+            tell(f"{net}, {backend}: warming up {way.name} ({place} of {len(ways)})")
             # One after the other: a warm-up beside another one's would share its cores.
             processes = st.enter_context(_started(way, net, backend, folder, guard))
             try:
@@ -96,6 +106,7 @@ def run_race(net: str, backend: str, ways: Sequence[Way], rounds: int) -> Race:
         for number, (way, processes) in itertools.product(range(rounds), running):
             if way.name in race.failed:
                 continue
+            tell(f"{net}, {backend}: round {number + 1} of {rounds}, {way.name}")
             (folder / f"{way.name}-{number}").touch()
             try:
                 told = _collect(folder, f"{way.name}-{number}", way.num_processes, processes)

@@ -29,7 +29,7 @@ class Row:
     """Of plain Keras in one process on all cores."""
     ours_of_it: float | None
     """What `unisono run` on as many replicas reaches, of this way in the same round."""
-    peak_mib: float
+    peak_mib: float | None
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,11 @@ class Shares:
 
     num_replicas: int
     speed_up: float | None
-    """Over one replica under `unisono run`, or plain Keras in one process where none was raced."""
+    """Over `base`."""
+    base: str
+    """One replica under `unisono run`, or plain Keras in one process where that was not raced."""
     efficiency: float
-    """Of the limit."""
+    """Of the limit: of as many processes that never talk, or of so many times one replica."""
     input: float
     """For its batches, as long as they take by themselves."""
     computing: float
@@ -77,7 +79,7 @@ def rows(race: Race, titles: dict[str, str]) -> list[Row]:
                 ratio(laps, _limit(race, count)) if kind not in _LIMITS else None,
                 ratio(laps, _plain(race)) if kind != "plain" else None,
                 _ours_of(laps, race.laps.get(f"together-{count}")),
-                max(lap.peak_bytes for lap in laps) / 2**20,
+                _peak_mib(laps),
             )
         )
     return found
@@ -103,9 +105,15 @@ def shares(race: Race) -> list[Shares]:
             continue
         parts = [_parts(lap, other) for lap, other in zip(laps, alone, strict=False)]
         means = [statistics.median(values) for values in zip(*parts, strict=True)]
-        one = race.laps.get("together-1", _plain(race))
-        found.append(Shares(int(count), ratio(laps, one), _ratio(laps, alone), *means))
+        base, one = "1 replica", race.laps.get("together-1")
+        if one is None:
+            base, one = "plain Keras", _plain(race)
+        found.append(Shares(int(count), ratio(laps, one), base, _ratio(laps, alone), *means))
     return found
+
+
+def num_of(count: int) -> str:
+    return "1 replica" if count == 1 else f"{count} replicas"
 
 
 def verdict(race: Race) -> str:
@@ -113,25 +121,25 @@ def verdict(race: Race) -> str:
     found = shares(race)
     if not found:
         return "Give --replicas more than one number to see what limits a run."
-    last = found[-1]
+    last, replicas = found[-1], num_of(found[-1].num_replicas)
     what = {name: getattr(last, name) for name in ("input", "communicating", "waiting")}
     worst = max(what, key=lambda name: what[name])
     if what[worst] < _MUCH:
-        return (
-            f"Computing takes {last.computing:.0%} of a step on {last.num_replicas} replicas: more "
-            "replicas will help, and a faster device will."
-        )
+        help_ = "more replicas will help, and a faster device will"
+        if last.num_replicas == 1:
+            help_ = "a faster device will help; ask for --replicas 1,2 to see whether a second does"
+        return f"Computing takes {last.computing:.0%} of a step on {replicas}: {help_}."
     if worst == "input":
         return (
-            f"Making batches takes {last.input:.0%} of a step on {last.num_replicas} replicas. "
+            f"Making batches takes {last.input:.0%} of a step on {replicas}. "
             "Give arrays, or a data set that prepares its batches ahead; move what is done to each "
             "sample into the model."
         )
     if worst == "communicating":
         return (
-            f"Adding up gradients takes {last.communicating:.0%} of a step on "
-            f"{last.num_replicas} replicas. Raise the per-replica batch, or let a step compute "
-            "more: then there are fewer sums for the same work."
+            f"Adding up gradients takes {last.communicating:.0%} of a step on {replicas}. Raise "
+            "the per-replica batch, or let a step compute more: then there are fewer sums for the "
+            "same work."
         )
     return (
         f"Replicas wait {last.waiting:.0%} of a step for the slowest. Look with `unisono top` for "
@@ -152,7 +160,7 @@ def table(race: Race, titles: dict[str, str]) -> str:
             "" if row.of_limit is None else f"{row.of_limit:.3f}",
             "" if row.of_plain is None else f"{row.of_plain:.2f}",
             "" if row.ours_of_it is None else f"{row.ours_of_it:.2f}",
-            f"{row.peak_mib:,.0f}" if row.peak_mib else "",
+            "" if row.peak_mib is None else f"{row.peak_mib:,.0f}",
         )
         for row in rows(race, titles)
     ]
@@ -169,10 +177,13 @@ def table(race: Race, titles: dict[str, str]) -> str:
 
 
 def _line(share: Shares) -> str:
-    speed_up = "" if share.speed_up is None else f"speed-up {share.speed_up:.2f}, "
+    speed_up = ""
+    if share.speed_up is not None:
+        speed_up = f"speed-up {share.speed_up:.2f} (over {share.base}), "
     return (
-        f"{share.num_replicas} replicas: {speed_up}efficiency {share.efficiency:.2f}; input "
-        f"{share.input:.0%}, computing {share.computing:.0%}, communicating "
+        f"{num_of(share.num_replicas)}: {speed_up}"
+        f"efficiency {share.efficiency:.2f} (of the limit); "
+        f"input {share.input:.0%}, computing {share.computing:.0%}, communicating "
         f"{share.communicating:.0%}, waiting for the slowest {share.waiting:.0%}"
     )
 
@@ -191,29 +202,49 @@ def to_json(race: Race, titles: dict[str, str]) -> dict[str, Any]:
 
 
 def plot(races: Sequence[Race], path: Any) -> None:
-    """Throughput over replicas, with the ideal line of each backend."""
+    """Throughput over replicas, a panel for each net, with the limit of each backend."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for race in races:
-        points = sorted(
-            (row.num_replicas, row.images_per_s)
-            for row in rows(race, TITLES)
-            if row.way.startswith("together-")
-        )
-        if not points:
-            continue
-        counts, rates = zip(*points, strict=True)
-        (line,) = axes.plot(counts, rates, "o-", label=f"{race.net}, {race.backend}")
-        ideal = [rates[0] * count / counts[0] for count in counts]
-        axes.plot(counts, ideal, ":", color=line.get_color())
-    axes.set(xlabel="replicas (dotted: ideal)", ylabel="images per second")
-    axes.legend()
+    nets = list(dict.fromkeys(race.net for race in races))
+    figure = Figure(figsize=(1 + 6 * len(nets), 4.5), layout="constrained")
+    for axes, net in zip(figure.subplots(1, len(nets), squeeze=False)[0], nets, strict=True):
+        for race in races:
+            if race.net == net:
+                _draw(axes, race)
+        axes.set(title=net, xlabel="replicas", ylabel="images per second")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.set_ylim(bottom=0)
+        axes.margins(x=0.1)
+        axes.legend()
     figure.savefig(path, dpi=120)
+
+
+def _draw(axes: Any, race: Race) -> None:
+    """What `unisono run` reached, the dotted limit from one replica on, and plain Keras."""
+    rates = {row.way: row.images_per_s for row in rows(race, TITLES)}
+    counts = sorted(int(way.rpartition("-")[2]) for way in rates if way.startswith("together-"))
+    if not counts:
+        return
+    ours = [rates[f"together-{count}"] for count in counts]
+    (line,) = axes.plot(counts, ours, "o-", label=f"{race.backend}: unisono run")
+    style = {"color": line.get_color()}
+    limits = [(n, rates[f"{k}-{n}"]) for n in counts for k in _LIMITS if f"{k}-{n}" in rates]
+    if limits and limits[0][0] > 1:
+        limits = [(1, limits[0][1] / limits[0][0]), *limits]
+    if limits:
+        axes.plot(*zip(*limits, strict=True), ":", label=f"{race.backend}: the limit", **style)
+    plain = [rate for way, rate in rates.items() if way.startswith("plain-")]
+    if plain:
+        label = f"{race.backend}: plain Keras, all cores"
+        axes.axhline(plain[0], linestyle="--", linewidth=0.8, label=label, **style)
+
+
+def _peak_mib(laps: Sequence[Lap]) -> float | None:
+    known = [lap.peak_bytes for lap in laps if lap.peak_bytes is not None]
+    return max(known) / 2**20 if known else None
 
 
 def _plain(race: Race) -> list[Lap] | None:

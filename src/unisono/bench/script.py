@@ -4,58 +4,95 @@ Its net and data are its own, so the limit is not measured but worked out: as ma
 with the first number.
 """
 
+import itertools
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from unisono.bench.race import Lap, Race
+from unisono.bench.report import num_of
 from unisono.errors import BenchError
 from unisono.events import Progress, read_runs
 
 _LOOK_S = 0.2
+_FEWEST = 3
+"""Figures, one a second, of which a median tells something."""
 
 
-def race_script(script: Path, backend: str, counts: Sequence[int]) -> Race:
-    """One run for each number of replicas, one after the other."""
+def race_script(
+    script: Path,
+    backend: str,
+    counts: Sequence[int],
+    rounds: int,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Race:
+    """One run for each number of replicas, one after the other, so many times."""
     if not script.is_file():
         raise BenchError(f"Asked to measure {script}; there is no such file.")
     race = Race(script.name, backend, load=os.getloadavg()[0])
-    for count in counts:
+    for number, count in itertools.product(range(rounds), counts):
+        tell(f"{script.name}, {backend}: round {number + 1} of {rounds}, {num_of(count)}")
         lap = _lap(script, backend, count)
-        first = race.laps.get(f"together-{counts[0]}", [lap])[0]
+        first = race.laps.get(f"together-{counts[0]}", [lap])[number]
         ideal = first.images_per_s / counts[0] * count
-        race.laps[f"ideal-{count}"] = [Lap(ideal, lap.images_per_s / ideal, 0.0, 0)]
-        race.laps[f"together-{count}"] = [lap]
+        race.laps.setdefault(f"ideal-{count}", []).append(Lap(ideal, lap.images_per_s / ideal))
+        race.laps.setdefault(f"together-{count}", []).append(lap)
     return race
 
 
 def _lap(script: Path, backend: str, count: int) -> Lap:
-    """A second of the run, without its first quarter."""
+    """A second of the run, without its beginning."""
+    seen: dict[int, dict[float, Progress]] = {}
     with tempfile.TemporaryDirectory(prefix="unisono-bench-") as folder:
         env = {**os.environ, "KERAS_BACKEND": backend, "UNISONO_RUNS": folder}
         command = [sys.executable, "-m", "unisono", "run", "--replicas", str(count), str(script)]
         process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL)
-        seen: dict[int, dict[float, Progress]] = {}
-        while process.poll() is None:
-            time.sleep(_LOOK_S)
-            for ranks in read_runs(Path(folder)).values():
-                for each in ranks:
-                    if each.last is not None and each.last.steps_per_s and not each.last.is_over:
-                        seen.setdefault(each.writer.rank, {})[each.last.at] = each.last
-    if process.returncode or not seen:
+        try:
+            while process.poll() is None:
+                time.sleep(_LOOK_S)
+                _look(Path(folder), seen)
+        except BaseException:
+            process.terminate()  # The launcher, which ends its processes.
+            process.wait()
+            raise
+    if process.returncode:
         raise BenchError(
-            f"{script} on {count} replica(s) ended with code {process.returncode} and published "
-            f"{sum(map(len, seen.values()))} figures. Let it call unisono.parallel(model) and "
-            "train for some seconds."
+            f"{script} on {num_of(count)} ended with code {process.returncode}, so that it cannot "
+            "be measured. Its own words are above."
         )
-    kept = [list(records.values())[len(records) // 4 :] for records in seen.values()]
+    kept = [warm(list(records.values())) for records in seen.values()]
+    num_kept = len(kept[0]) if kept else 0
+    if num_kept < _FEWEST:
+        raise BenchError(
+            f"{script} on {num_of(count)} published {num_kept} figures after its beginning, one a "
+            f"second; at least {_FEWEST} are needed. Let it call unisono.parallel(model), and "
+            "train for ten seconds and more: give it more epochs."
+        )
     waits = [statistics.median(each.peer_wait or 0.0 for each in records) for records in kept]
     inputs = [statistics.median(each.input_wait or 0.0 for each in records) for records in kept]
     # Samples, or steps where samples cannot be counted.
     rate = statistics.median(each.samples_per_s or each.steps_per_s or 0.0 for each in kept[0])
-    return Lap(rate, 1.0, 0.0, 0, statistics.mean(waits), min(waits), max(inputs))
+    return Lap(
+        rate,
+        seconds=1.0,
+        waited_s=statistics.mean(waits),
+        slowest_wait_s=min(waits),
+        input_s=max(inputs),
+    )
+
+
+def _look(folder: Path, seen: dict[int, dict[float, Progress]]) -> None:
+    for ranks in read_runs(folder).values():
+        for each in ranks:
+            if each.last is not None and each.last.steps_per_s and not each.last.is_over:
+                seen.setdefault(each.writer.rank, {})[each.last.at] = each.last
+
+
+def warm(records: list[Progress]) -> list[Progress]:
+    """Without the first, in which the step was compiled, and the rest of the first quarter."""
+    return records[max(1, len(records) // 4) :]

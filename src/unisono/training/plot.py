@@ -26,9 +26,9 @@ def draw(records: list[dict[str, Any]], path: Path) -> None:
     loss_axes, accuracy_axes = figure.subplots(1, 2)
     loss_axes.set(xlabel="epoch", ylabel="loss", title="Loss")
     accuracy_axes.set(xlabel="epoch", ylabel="accuracy", title="Accuracy")
-    for record, colour in zip(records, _COLOURS, strict=False):
-        _draw_lines(loss_axes, record, "loss", colour, len(records) > 1)
-        _draw_lines(accuracy_axes, record, "accuracy", colour, len(records) > 1)
+    for place, (record, colour) in enumerate(zip(records, _COLOURS, strict=False)):
+        for axes, name in ((loss_axes, "loss"), (accuracy_axes, "accuracy")):
+            _draw_lines(axes, record, name, colour, place if len(records) > 1 else None)
     for axes in (loss_axes, accuracy_axes):
         axes.grid(alpha=0.3)
         axes.xaxis.get_major_locator().set_params(integer=True)
@@ -40,11 +40,12 @@ def draw(records: list[dict[str, Any]], path: Path) -> None:
 
 
 def _draw_lines(
-    axes: Any, record: dict[str, Any], name: str, colour: str, is_one_of_many: bool
+    axes: Any, record: dict[str, Any], name: str, colour: str, place: int | None
 ) -> None:
+    """Those of one training; `place`: which one it is of several."""
     history = record["history"]
     epochs = [row["epoch"] for row in history]
-    whose = f", {tables.replicas(record['num_replicas'])}" if is_one_of_many else ""
+    whose = f", {tables.replicas(record['num_replicas'])}" if place is not None else ""
     for key, part, style in ((name, "train", "--"), (f"val_{name}", "test", "-")):
         if key not in history[0]:
             continue
@@ -54,17 +55,22 @@ def _draw_lines(
     top = tables.best(record)
     key = f"val_{name}" if f"val_{name}" in top else name
     if top.get(key) is not None:
-        _mark(axes, top["epoch"], top[key], colour, is_right=top["epoch"] > len(history) / 2)
+        is_right = top["epoch"] > len(history) / 2
+        _mark(axes, top["epoch"], top[key], colour, is_right=is_right, line=place or 0)
 
 
-def _mark(axes: Any, epoch: int, value: float, colour: str, *, is_right: bool) -> None:
-    """A star, and beside it what it stands for, on the side where there is room."""
+def _mark(axes: Any, epoch: int, value: float, colour: str, *, is_right: bool, line: int) -> None:
+    """A star, and beside it what it stands for, on the side where there is room.
+
+    Best epochs of several trainings are often neighbours, so each has a line of its own.
+    """
     axes.plot([epoch], [value], "*", color=colour, markersize=13)
     side, offset = ("right", -10) if is_right else ("left", 10)
+    up = 14 + 16 * line if axes.get_ylabel() == "loss" else -18 - 16 * line
     axes.annotate(
         f"epoch {epoch}: {value:.4g}",
         (epoch, value),
-        (offset, 14 if axes.get_ylabel() == "loss" else -18),
+        (offset, up),
         textcoords="offset points",
         ha=side,
         color=colour,
