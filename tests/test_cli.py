@@ -30,6 +30,16 @@ def test_a_command_line_that_makes_no_sense_ends_with_2(capsys, arguments):
     assert "usage: unisono" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["top", "devices", "bench", "jobs"])
+def test_an_unknown_option_shows_the_usage_of_its_command(capsys, command):
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--bogus"])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"usage: unisono {command} ")
+    assert said.endswith(f"unisono {command}: error: unrecognized arguments: --bogus\n")
+
+
 def test_an_error_is_one_line_and_ends_with_1(plain_python):
     done = plain_python(["-m", "unisono", "devices"], UNISONO_SIMULATED_GPUS="many")
     assert done.returncode == 1

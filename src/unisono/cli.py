@@ -53,14 +53,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Lets a room look at the words of its command line before they are parsed."""
+    """Lets a room look at the words of its command line before they are parsed.
+
+    Words that it does not know are its own error, with its own usage, and not the whole command's.
+    """
 
     prepare: Callable[[list[str]], list[str]] | None = None
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         if self.prepare is not None and args is not None:
             args = self.prepare(list(args))
-        return super().parse_known_args(args, namespace)
+        options, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return options, unknown
 
 
 def _parser() -> argparse.ArgumentParser:
