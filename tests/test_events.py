@@ -4,9 +4,11 @@ import dataclasses
 import json
 import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -66,6 +68,32 @@ def test_a_process_that_is_gone_or_another_one_is_not_alive(tmp_path):
     assert [events.is_alive for events in ranks] == [False] * 3
 
 
+def test_a_process_that_is_stopped_or_has_just_ended(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+        mine = writer(pid=process.pid, started=ticks_of(process.pid))
+        EventFile(tmp_path, mine).write(progress())
+        try:
+            assert states_of(tmp_path, is_alive=True) == (True, False)
+            os.kill(process.pid, signal.SIGSTOP)
+            assert states_of(tmp_path, is_stopped=True) == (True, True)
+        finally:
+            process.kill()
+        # Nobody has asked for its exit code yet.
+        assert states_of(tmp_path, is_alive=False) == (False, False)
+        assert ticks_of(process.pid)
+
+
+def states_of(folder: Path, **expected: bool) -> tuple[bool, bool]:
+    """Whether the only process is alive and stopped, once it is as expected, or after a while."""
+    deadline = time.monotonic() + 10
+    while True:
+        ((events,),) = read_runs(folder).values()
+        is_so = all(getattr(events, name) == value for name, value in expected.items())
+        if is_so or time.monotonic() > deadline:
+            return events.is_alive, events.is_stopped
+        time.sleep(0.02)
+
+
 def test_other_hosts_and_broken_files_are_left_out(tmp_path):
     EventFile(tmp_path, writer(run="a", host="elsewhere"))
     EventFile(tmp_path, writer(run="b"))
@@ -98,8 +126,6 @@ def test_a_full_disk(tmp_path):
     """By a limit on the size of files, under which writing fails as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     file = EventFile(tmp_path, writer())
-    import signal
-
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (600, before[1]))

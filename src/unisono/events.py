@@ -23,6 +23,8 @@ FOLDER = "UNISONO_RUNS"
 _MOST_BYTES = 1 << 20
 _LAST_BYTES = 1 << 13
 _KEPT_S = 7 * 24 * 3600
+# Letters of the system for a process' state. One that has ended is there until its parent asks.
+_ENDED, _STOPPED = frozenset("ZXx"), frozenset("Tt")
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,8 @@ class RankEvents:
     writer: Writer
     last: Progress | None
     is_alive: bool
+    is_stopped: bool = False
+    """Whether the process is held by SIGSTOP, Ctrl-Z or a debugger."""
 
 
 def runs_folder(env: Mapping[str, str]) -> Path | None:
@@ -149,11 +153,17 @@ def read_runs(folder: Path | None, host: str | None = None) -> dict[str, list[Ra
 
 def ticks_of(pid: int) -> float:
     """When a process was started, in the machine's own count; 0 where it is gone."""
+    return _process(pid)[1]
+
+
+def _process(pid: int) -> tuple[str, float]:
+    """A process' state, in the system's letters, and when it was started; 0 where it is gone."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        return 0.0
-    return float(text.rpartition(")")[2].split()[19])
+        return "", 0.0
+    words = text.rpartition(")")[2].split()
+    return words[0], float(words[19])
 
 
 def _read(path: Path) -> RankEvents | None:
@@ -166,8 +176,10 @@ def _read(path: Path) -> RankEvents | None:
     except (OSError, ValueError, TypeError):
         return None  # Half written, or of another version.
     last = next(_whole(lines), None)
-    is_alive = bool(writer.started) and ticks_of(writer.pid) == writer.started
-    return RankEvents(writer, last, is_alive and not (last is not None and last.is_over))
+    state, started = _process(writer.pid)
+    is_there = bool(writer.started) and started == writer.started and state not in _ENDED
+    is_alive = is_there and not (last is not None and last.is_over)
+    return RankEvents(writer, last, is_alive, is_alive and state in _STOPPED)
 
 
 def _whole(lines: list[bytes]) -> Iterator[Progress]:
