@@ -15,7 +15,7 @@ from typing import Any
 
 from unisono.events import RankEvents, read_runs, runs_folder
 from unisono.monitor.readings import Readings, read
-from unisono.monitor.verdict import verdict_on_devices, verdict_on_run
+from unisono.monitor.verdict import last_word, verdict_on_devices, verdict_on_run
 from unisono.monitor.view import lines
 
 _EVERY_S = 0.5
@@ -55,7 +55,7 @@ def look() -> tuple[Readings, dict[str, list[RankEvents]]]:
     shown = {
         name: ranks
         for name, ranks in runs.items()
-        if any(events.is_alive for events in ranks) or now - _last_word(ranks) < _RECENT_S
+        if any(events.is_alive for events in ranks) or now - max(map(last_word, ranks)) < _RECENT_S
     }
     pids = [events.writer.pid for ranks in shown.values() for events in ranks if events.is_alive]
     return read(pids), shown
@@ -73,10 +73,6 @@ def as_json(readings: Readings, runs: Mapping[str, Sequence[RankEvents]]) -> dic
             for name, ranks in runs.items()
         ],
     }
-
-
-def _last_word(ranks: Sequence[RankEvents]) -> float:
-    return max(e.last.at if e.last is not None else e.writer.began for e in ranks)
 
 
 def _live() -> None:

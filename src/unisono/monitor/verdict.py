@@ -7,37 +7,51 @@ from collections.abc import Sequence
 from unisono.devices import Device
 from unisono.events import RankEvents
 
-_STALE_S = 10.0
+# A record comes once a second.
+_SILENT_S = 10.0
+_QUIET_S = 3.0
+_TOGETHER_S = 1.5
 _LAG = 0.15
 _IDLE = 0.05
 _HUNGRY = 0.3
+# What a process fails with when another one is gone.
+_ECHO = "PeerLostError"
 
 
 def verdict_on_run(ranks: Sequence[RankEvents], now: float | None = None) -> str:
     """One sentence about a run: how fast it is, and who is idle, late or gone."""
     now = time.time() if now is None else now
-    gone = [events.writer.rank for events in ranks if not events.is_alive]
-    size = ranks[0].writer.world_size
-    if len(gone) == len(ranks):
+    if not all(events.is_alive for events in ranks):
         return _ended(ranks)
-    if gone:
-        return f"{_named(gone)} gone"
+    if stopped := [events.writer.rank for events in ranks if events.is_stopped]:
+        return f"{_named(stopped)} stopped (SIGSTOP, Ctrl-Z or a debugger)"
+    limit_s = _QUIET_S if any(is_stuck(e) and not is_quiet(e, now) for e in ranks) else _SILENT_S
+    if silent := [e.writer.rank for e in ranks if now - last_word(e) > limit_s]:
+        return f"{_named(silent)} silent for {limit_s:g} s and more"
     here = [events for events in ranks if events.last is not None]
-    silent = [e.writer.rank for e in here if e.last and now - e.last.at > _STALE_S]
-    if silent:
-        return f"{_named(silent)} silent for {_STALE_S:g} s and more"
-    waiting = [e.writer.rank for e in here if e.last and not e.last.steps_per_s]
-    if waiting:
-        return f"{_named(waiting)} idle: no step for some time"
+    if said := _standing(here):
+        return said
     if lagging := _lagging(here):
         return f"{_named(lagging)} slower than the others by {_LAG:.0%} and more"
     waits = [e.last.input_wait for e in here if e.last and e.last.input_wait is not None]
     if waits and statistics.median(waits) > _HUNGRY:
         return f"waits for its input {statistics.median(waits):.0%} of the time"
-    missing = size - len(ranks)
-    elsewhere = f" ({missing} more elsewhere)" if missing > 0 else ""
-    count = sum(events.writer.num_replicas for events in ranks)
-    return f"all {count} replica{'s' * (count != 1)} here work evenly{elsewhere}"
+    return _even(ranks)
+
+
+def last_word(events: RankEvents) -> float:
+    """When a process was last heard of."""
+    return events.last.at if events.last is not None else events.writer.began
+
+
+def is_quiet(events: RankEvents, now: float) -> bool:
+    """Whether a process has missed some records, so that its figures are no news."""
+    return events.is_stopped or now - last_word(events) > _QUIET_S
+
+
+def is_stuck(events: RankEvents) -> bool:
+    """Whether a process has made steps, and makes none any more."""
+    return events.last is not None and events.last.step > 0 and not events.last.steps_per_s
 
 
 def verdict_on_devices(devices: Sequence[Device]) -> str:
@@ -50,22 +64,71 @@ def verdict_on_devices(devices: Sequence[Device]) -> str:
     known = [gpu for gpu in gpus if gpu.utilisation is not None]
     idle = [gpu.index for gpu in known if (gpu.utilisation or 0) < _IDLE]
     if known and len(idle) == len(known):
-        return "all GPUs are idle"
+        return "the GPU is idle" if len(gpus) == 1 else "all GPUs are idle"
     if idle:
         return f"{_named(idle, 'GPU')} idle, others work"
-    return f"all {len(known)} GPUs work" if known else ""
+    if len(known) == 1:
+        return "1 GPU works"
+    return f"{_all(len(known), 'GPUs')} work" if known else ""
 
 
 def _ended(ranks: Sequence[RankEvents]) -> str:
-    """How a run ended of which no process is left."""
-    failed = [e for e in ranks if e.last is not None and e.last.failed_with]
-    if failed:
-        first = min(failed, key=lambda e: e.last.at if e.last is not None else 0.0)
-        assert first.last is not None
-        return f"was stopped by {first.last.failed_with} (rank {first.writer.rank})"
-    if cut := [e.writer.rank for e in ranks if e.last is None or not e.last.is_over]:
-        return f"has ended before its training: {_named(cut)} gone"
+    """How a run ended of which some or all processes are gone: the cause, and not its victims."""
+    gone = [events for events in ranks if not events.is_alive]
+    failed = sorted((e for e in gone if e.last and e.last.failed_with), key=last_word)
+    # One that is not told of its peers' end has failed by itself.
+    own = [e for e in failed if e.last and e.last.failed_with != _ECHO]
+    vanished = [e for e in gone if e.last is None or not e.last.is_over]
+    if vanished and not own:
+        return _vanished(vanished, failed)
+    for events in own or failed:
+        assert events.last is not None
+        return f"was stopped by {events.last.failed_with} (rank {events.writer.rank})"
+    if len(gone) < len(ranks):
+        return f"{_named([e.writer.rank for e in gone])} through, the others still work"
     return "has ended"
+
+
+def _vanished(vanished: Sequence[RankEvents], failed: Sequence[RankEvents]) -> str:
+    """Processes that said no last word; those that said one only because of them."""
+    first = min(map(last_word, vanished))
+    # The launcher ends the others some seconds later, and they say no last word either.
+    causes = [e.writer.rank for e in vanished if last_word(e) - first < _TOGETHER_S]
+    said = f"{_named(causes)} gone without a word: killed?"
+    if failed:
+        echoes = sorted(events.writer.rank for events in failed)
+        said += f" Hence {_ECHO} at {ranks_named(echoes)}"
+    return said
+
+
+def _standing(ranks: Sequence[RankEvents]) -> str:
+    """About processes that make no step; empty where all do.
+
+    One alone is named only if another has made steps since: else it may as well wait for that one.
+    """
+    words = [(e.writer.rank, e.last) for e in ranks if e.last is not None]
+    idle = [(rank, last) for rank, last in words if not last.steps_per_s]
+    if not idle:
+        return ""
+    if all(last.step == 0 for _, last in idle) and len(idle) == len(words):
+        return "has made no step yet"
+    moved = max((last.at for _, last in words if last.steps_per_s), default=0.0)
+    if alone := [rank for rank, last in idle if last.at <= moved]:
+        return f"{_named(alone)} idle: no step for some time"
+    return "has made no step for some time"
+
+
+def _even(ranks: Sequence[RankEvents]) -> str:
+    """All is well.
+
+    Processes of other machines publish there, so of them it is only known that they are.
+    """
+    missing = ranks[0].writer.world_size - len(ranks)
+    here, elsewhere = (" here", f" ({missing} more elsewhere)") if missing > 0 else ("", "")
+    count = sum(events.writer.num_replicas for events in ranks)
+    if count == 1:
+        return f"1 replica{here} works{elsewhere}"
+    return f"{_all(count, 'replicas')}{here} work evenly{elsewhere}"
 
 
 def _lagging(ranks: Sequence[RankEvents]) -> list[int]:
@@ -81,6 +144,18 @@ def _lagging(ranks: Sequence[RankEvents]) -> list[int]:
     ]
 
 
+def ranks_named(numbers: Sequence[int], noun: str = "rank") -> str:
+    """Numbers with their noun.
+
+    >>> ranks_named([0, 2])
+    'ranks 0, 2'
+    """
+    return f"{noun}{'s' * (len(numbers) != 1)} {', '.join(map(str, numbers))}"
+
+
 def _named(numbers: Sequence[int], noun: str = "rank") -> str:
-    listed = ", ".join(map(str, numbers))
-    return f"{noun} {listed} is" if len(numbers) == 1 else f"{noun}s {listed} are"
+    return f"{ranks_named(numbers, noun)} {'is' if len(numbers) == 1 else 'are'}"
+
+
+def _all(count: int, nouns: str) -> str:
+    return f"both {nouns}" if count == 2 else f"all {count} {nouns}"

@@ -1,16 +1,25 @@
 """Readings and events as lines of text that fit a window; a pure function of both."""
 
+import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from unisono.devices import Device, format_bytes
 from unisono.events import RankEvents
 from unisono.monitor.readings import Readings, Usage
-from unisono.monitor.verdict import verdict_on_devices, verdict_on_run
+from unisono.monitor.verdict import (
+    is_quiet,
+    is_stuck,
+    last_word,
+    ranks_named,
+    verdict_on_devices,
+    verdict_on_run,
+)
 
 _BAR = "█▉▊▋▌▍▎▏"
 _NARROW = 70
 _SHORTEST_NAME = 8
+_NAME = 16
 _ROOMY = 1000
 
 
@@ -115,43 +124,95 @@ def _of_runs(
     usages = {usage.pid: usage for usage in readings.usages}
     # Those that train first, where a small window ends early.
     for ranks in sorted(runs.values(), key=lambda ranks: not any(e.is_alive for e in ranks)):
-        said = verdict_on_run(ranks, now)
-        yield f"{short_name(ranks[0].writer.program, width - len(said) - 2)}: {said}"
-        progress = next((events.last for events in ranks if events.last), None)
-        if progress is not None:
-            yield "  " + _summary(ranks)
+        yield from _heading(ranks, width, now)
+        if any(events.last for events in ranks):
+            yield from _wrapped(_summary(ranks, now), width)
+        is_same = len({events.writer.devices for events in ranks}) == 1
+        held = [e.writer.rank for e in ranks if not e.is_alive or is_quiet(e, now)]
         for events in ranks:
-            yield _rank(events, usages.get(events.writer.pid), width)
+            parts = [f"  rank {events.writer.rank}", *_doing(events, held, width, now)]
+            parts += [] if is_same else [events.writer.devices]
+            if (usage := usages.get(events.writer.pid)) is not None and width >= _NARROW:
+                parts.append(f"{usage.cpu:.1f} cores, {format_bytes(usage.memory_bytes)}")
+            yield "  ".join(parts)
 
 
-def _summary(ranks: Sequence[RankEvents]) -> str:
-    first = next(events.last for events in ranks if events.last)
-    assert first is not None
-    writer = ranks[0].writer
-    parts = [writer.backend, f"{writer.world_size * writer.num_replicas} replica(s)"]
-    epochs = f" of {first.num_epochs}" if first.num_epochs else ""
-    steps = f", step {first.step} of {first.num_steps}" if first.num_steps else ""
-    parts.append(f"epoch {first.epoch}{epochs}{steps}")
-    if first.samples_per_s is not None:
-        parts.append(f"{first.samples_per_s:,.0f} samples/s in all")
-    if first.loss is not None:
-        parts.append(f"loss {first.loss:.4g}")
+def _heading(ranks: Sequence[RankEvents], width: int, now: float) -> Iterator[str]:
+    """Which run it is and the sentence about it: on lines of their own where one is too short."""
+    writer, said = ranks[0].writer, verdict_on_run(ranks, now)
+    which = f" (pid {writer.pid}, since {_clock(writer.began, now)})"
+    name = short_name(writer.program, _ROOMY)
+    room = width - len(which) - len(said) - 2
+    if room >= min(len(name), _NAME):
+        yield f"{short_name(name, room)}{which}: {said}"
+    else:
+        yield f"{short_name(name, width - len(which) - 1)}{which}:"
+        yield from _wrapped(said, width)
+
+
+def _clock(at: float, now: float) -> str:
+    then, today = time.localtime(at), time.localtime(now)
+    is_today = then[:3] == today[:3]
+    return time.strftime("%H:%M:%S" if is_today else "%Y-%m-%d %H:%M", then)
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    wide = max(width, _NAME)
+    return textwrap.wrap(text, wide, initial_indent="  ", subsequent_indent="    ")
+
+
+def _summary(ranks: Sequence[RankEvents], now: float) -> str:
+    newest = max((events for events in ranks if events.last), key=last_word)
+    writer, last = ranks[0].writer, newest.last
+    assert last is not None
+    count = writer.world_size * writer.num_replicas
+    replicas = f"{count} replica{'s' * (count != 1)}"
+    is_same = len({events.writer.devices for events in ranks}) == 1
+    parts = [writer.backend, f"{replicas} on {writer.devices}" if is_same else replicas]
+    epochs = f" of {last.num_epochs}" if last.num_epochs else ""
+    steps = f", step {last.step} of {last.num_steps}" if last.num_steps else ""
+    parts.append(f"epoch {last.epoch}{epochs}{steps}")
+    is_well = not is_quiet(newest, now) if newest.is_alive else last.is_over
+    if last.samples_per_s is not None and is_well and not last.failed_with:
+        parts.append(f"{last.samples_per_s:,.0f} samples/s in all")
+    if last.loss is not None:
+        parts.append(f"loss {last.loss:.4g}")
     return ", ".join(parts)
 
 
-def _rank(events: RankEvents, usage: Usage | None, width: int) -> str:
+def _doing(events: RankEvents, held: Sequence[int], width: int, now: float) -> list[str]:
+    """What a process does now; `held` are those for which the others of its run may wait."""
+    last = events.last
+    if not events.is_alive:
+        return [_end(events)]
+    if events.is_stopped:
+        return ["stopped"]
+    if is_quiet(events, now):
+        return [f"silent for {now - last_word(events):.0f} s"]
+    if last is None:
+        return ["starts"]
+    if is_stuck(events):
+        return [f"waits for {ranks_named(held)}" if held else "no step for some time"]
+    return _figures(events, width)
+
+
+def _end(events: RankEvents) -> str:
+    last = events.last
+    if last is None or not last.is_over:
+        return "gone without a word"
+    return f"failed with {last.failed_with}" if last.failed_with else "ended"
+
+
+def _figures(events: RankEvents, width: int) -> list[str]:
     writer, last = events.writer, events.last
-    parts = [f"  rank {writer.rank}", writer.devices]
-    if last is not None and events.is_alive:
-        if last.samples_per_s is not None:
-            share = last.samples_per_s / (writer.world_size * writer.num_replicas)
-            parts.append(f"{share:,.0f} samples/s a replica")
-        if last.steps_per_s:
-            parts.append(f"{1000 / last.steps_per_s:,.1f} ms a step")
-        if last.input_wait is not None:
-            parts.append(f"input {last.input_wait:.0%}")
-    elif not events.is_alive:
-        parts.append("ended")
-    if usage is not None and width >= _NARROW:
-        parts.append(f"{usage.cpu:.1f} cores, {format_bytes(usage.memory_bytes)}")
-    return "  ".join(parts)
+    assert last is not None
+    of_replica, of_step = (" a replica", " a step") if width >= _NARROW else ("", "")
+    parts = []
+    if last.samples_per_s is not None:
+        share = last.samples_per_s / (writer.world_size * writer.num_replicas)
+        parts.append(f"{share:,.0f} samples/s{of_replica}")
+    if last.steps_per_s:
+        parts.append(f"{1000 / last.steps_per_s:,.1f} ms{of_step}")
+    if last.input_wait is not None:
+        parts.append(f"input {last.input_wait:.0%}")
+    return parts
