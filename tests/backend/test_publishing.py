@@ -2,16 +2,22 @@
 
 import os
 import re
+import signal
+import threading
 import time
+from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
 
 import unisono
+from launching import wait_for
 from unisono.bench import publishing
 from unisono.callbacks import DeviceStats
-from unisono.events import read_runs
+from unisono.engines import publishing as publishing_of_fits
+from unisono.events import RankEvents, read_runs
+from unisono.monitor.verdict import verdict_on_run
 
 X, Y = np.ones((64, 4), "float32"), np.ones((64, 1), "float32")
 
@@ -50,6 +56,61 @@ def test_a_fit_publishes_how_it_goes(tmp_path, monkeypatch):
     assert not ended.is_alive
     assert ended.last.is_over
     assert (ended.last.epoch, ended.last.step) == (6, 8)
+
+
+class Never:
+    """A loss that its device does not come to compute, until it is let go."""
+
+    def __init__(self) -> None:
+        self.is_there = threading.Event()
+
+    def __array__(self, dtype=None, copy=None):
+        self.is_there.wait()
+        return np.ones((), dtype)
+
+
+def test_a_loss_that_does_not_come_does_not_hold_up_a_record():
+    loss, never = publishing_of_fits.Loss(), Never()
+    assert loss.newest({"loss": np.float32(0.5)}) == 0.5
+    start = time.monotonic()
+    try:
+        assert [loss.newest({"loss": never}) for _ in range(3)] == [0.5] * 3
+        assert time.monotonic() - start < 2
+    finally:
+        never.is_there.set()
+
+
+@pytest.mark.slow
+def test_the_process_that_is_stopped_then_killed_is_named_and_not_the_other(folder, run):
+    runs = folder / "runs"
+    program = Path(__file__).with_name("endless.py")
+    env = {"UNISONO_RUNS": str(runs), "KERAS_BACKEND": keras.backend.backend()}
+    run("--replicas", 2, program, folder, **env)
+    wait_for(folder, "ready-0", "ready-1", timeout_s=240)
+    ranks_once(runs, lambda rank: rank.last is not None)
+    held = int((folder / "pid-1").read_text())
+    os.kill(held, signal.SIGSTOP)
+    time.sleep(4)
+    now = time.time()
+    ranks = ranks_once(runs, lambda rank: rank.is_alive)
+    assert [now - rank.last.at < 3 for rank in ranks] == [True, False]
+    assert [rank.is_stopped for rank in ranks] == [False, True]
+    assert ranks[0].last.steps_per_s == 0
+    assert verdict_on_run(ranks, now).startswith("rank 1 is stopped")
+    os.kill(held, signal.SIGKILL)
+    ranks = ranks_once(runs, lambda rank: not rank.is_alive)
+    assert verdict_on_run(ranks).startswith("rank 1 is gone without a word")
+
+
+def ranks_once(runs: Path, is_so) -> list[RankEvents]:
+    """The processes of the only run, once something holds of each."""
+    deadline = time.monotonic() + 60
+    while True:
+        (ranks,) = read_runs(runs).values()
+        if all(map(is_so, ranks)):
+            return ranks
+        assert time.monotonic() < deadline, ranks
+        time.sleep(0.1)
 
 
 def test_what_stopped_a_training_is_published(tmp_path, monkeypatch):

@@ -1,8 +1,10 @@
 """Publishes how a `fit` goes, for `unisono top`: counted at each step, written by a thread.
 
-A step costs two clock readings. What the device has not computed yet is waited for in the thread.
+A step costs two clock readings. A loss that the device has not computed yet is waited for in one
+more thread: records go on while a step waits for a process that is held up.
 """
 
+import contextlib
 import os
 import socket
 import sys
@@ -22,6 +24,8 @@ from unisono.launch.world import current_world
 _EVERY_S = 1.0
 # A step that takes so many times as long as the last ones is none any more.
 _LATE_STEPS = 3.0
+# How long a record waits for a loss that the device still computes.
+_LOSS_S = 0.1
 
 
 class Publish:
@@ -34,6 +38,7 @@ class Publish:
         self._num_steps = 0
         self._waited_s = 0.0
         self._logs: Any = None
+        self._loss = Loss()
         self._failed_with: str | None = None
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
@@ -110,7 +115,7 @@ class Publish:
             samples_per_s=rate * self._global_batch if self._global_batch else None,
             steps_per_s=rate,
             input_wait=wait,
-            loss=_loss(self._logs),
+            loss=self._loss.newest(self._logs),
             peer_wait=peers,
             is_over=is_over,
             failed_with=self._failed_with,
@@ -152,6 +157,30 @@ class Pace:
         elif (now - self._end) * self._rate > _LATE_STEPS:
             self._rate = 0.0
         return self._rate
+
+
+class Loss:
+    """Reads losses in a thread: one never comes where the step waits for a process that is gone."""
+
+    def __init__(self) -> None:
+        self._value: float | None = None
+        self._reading: threading.Thread | None = None
+
+    def newest(self, logs: Any) -> float | None:
+        """The loss of these logs; an earlier one while the device has not computed it."""
+        if self._reading is None or not self._reading.is_alive():
+            thread = threading.Thread(
+                target=self._read, args=(logs,), name="unisono-loss", daemon=True
+            )
+            with contextlib.suppress(RuntimeError):  # No more threads here, or Python ends.
+                thread.start()
+                self._reading = thread
+        if self._reading is not None:
+            self._reading.join(_LOSS_S)
+        return self._value
+
+    def _read(self, logs: Any) -> None:
+        self._value = _loss(logs)
 
 
 def _is_plain_iterator(data: Any) -> bool:
