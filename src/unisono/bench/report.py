@@ -209,7 +209,8 @@ def plot(races: Sequence[Race], path: Any) -> None:
     from matplotlib.figure import Figure
 
     nets = list(dict.fromkeys(race.net for race in races))
-    figure = Figure(figsize=(1 + 6 * len(nets), 4.5), layout="constrained")
+    figure = Figure(figsize=(1 + 6 * len(nets), 5), layout="constrained")
+    shown: dict[str, Any] = {}
     for axes, net in zip(figure.subplots(1, len(nets), squeeze=False)[0], nets, strict=True):
         for race in races:
             if race.net == net:
@@ -218,7 +219,10 @@ def plot(races: Sequence[Race], path: Any) -> None:
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set_ylim(bottom=0)
         axes.margins(x=0.1)
-        axes.legend()
+        lines, labels = axes.get_legend_handles_labels()
+        shown |= dict(zip(labels, lines, strict=True))
+    columns = len({race.backend for race in races})
+    figure.legend(shown.values(), shown, loc="outside lower center", ncols=columns)
     figure.savefig(path, dpi=120)
 
 
