@@ -43,7 +43,7 @@ _keep_freed_memory(_os.environ, in_one_heap=_keras_backend() == "jax")
 _join()
 _reserve()
 
-# These import Keras, which may be configured first: they come when they are asked for.
+# They come when they are asked for: some import Keras, which a program may want to set up first.
 _LATE_ROOMS = ("callbacks", "compat", "schedules")
 
 

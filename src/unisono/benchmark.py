@@ -23,7 +23,7 @@ from unisono.bench.peers import PEERS
 from unisono.bench.race import Race, Way, run_race
 from unisono.bench.report import TITLES, plot, table, to_json
 from unisono.bench.script import race_script
-from unisono.devices.choice import num_gpus
+from unisono.devices import num_gpus
 from unisono.errors import BenchError
 
 _BUSY = 0.5

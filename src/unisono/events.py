@@ -153,10 +153,10 @@ def read_runs(folder: Path | None, host: str | None = None) -> dict[str, list[Ra
 
 def ticks_of(pid: int) -> float:
     """When a process was started, in the machine's own count; 0 where it is gone."""
-    return _process(pid)[1]
+    return process_state(pid)[1]
 
 
-def _process(pid: int) -> tuple[str, float]:
+def process_state(pid: int) -> tuple[str, float]:
     """A process' state, in the system's letters, and when it was started; 0 where it is gone."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
@@ -176,7 +176,7 @@ def _read(path: Path) -> RankEvents | None:
     except (OSError, ValueError, TypeError):
         return None  # Half written, or of another version.
     last = next(_whole(lines), None)
-    state, started = _process(writer.pid)
+    state, started = process_state(writer.pid)
     is_there = bool(writer.started) and started == writer.started and state not in _ENDED
     is_alive = is_there and not (last is not None and last.is_over)
     return RankEvents(writer, last, is_alive, is_alive and state in _STOPPED)

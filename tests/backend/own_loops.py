@@ -76,7 +76,7 @@ def tensorflow_loop(strategy: Any, num_rows: int, *, eager: bool = False) -> lis
             accuracy.update_state(labels, predictions)
         return loss
 
-    def test_step(inputs: Any) -> None:
+    def eval_step(inputs: Any) -> None:
         images, labels = inputs
         test_loss.update_state(loss_object(labels, model(images, training=False)))
 
@@ -84,17 +84,17 @@ def tensorflow_loop(strategy: Any, num_rows: int, *, eager: bool = False) -> lis
         losses = strategy.run(train_step, args=(inputs,))
         return strategy.reduce(tf.distribute.ReduceOp.SUM, losses, axis=None)
 
-    def distributed_test_step(inputs: Any) -> Any:
-        return strategy.run(test_step, args=(inputs,))
+    def distributed_eval_step(inputs: Any) -> Any:
+        return strategy.run(eval_step, args=(inputs,))
 
     if not eager:
         distributed_train_step = tf.function(distributed_train_step)
-        distributed_test_step = tf.function(distributed_test_step)
+        distributed_eval_step = tf.function(distributed_eval_step)
     lines = []
     for _ in range(2):
         total = sum(float(distributed_train_step(batch)) for batch in distributed)
         for batch in distributed:
-            distributed_test_step(batch)
+            distributed_eval_step(batch)
         lines.append([total, float(accuracy.result()), float(test_loss.result())])
         accuracy.reset_state()
         test_loss.reset_state()

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections import deque
+from types import SimpleNamespace
 
 import pytest
 from twins import BACKEND
@@ -197,10 +198,12 @@ def test_memory_is_watched_while_long_steps_run(under_way, clock, monkeypatch, i
 
 
 def test_memory_is_not_watched_for_short_ones(short_steps, clock, monkeypatch):
+    watched = []
     monkeypatch.setattr(jax_ahead, "keep_buffers_of_any_size", lambda: True)
-    monkeypatch.setattr(jax_ahead, "PeakWatch", object)
+    monkeypatch.setattr(jax_ahead, "PeakWatch", lambda: SimpleNamespace(begin=watched.append))
     for _ in range(12):
         give_out(Step(clock, 0.05))
+    assert watched == []
 
 
 def test_after_a_failed_step_none_is_waited_for(under_way, clock):

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from unisono.bench.race import Lap, Race
+from unisono.devices import format_replicas
 
 # What a way is held against: measured, or for a user's script worked out from its first run.
 _LIMITS = ("apart", "ideal")
@@ -68,7 +69,7 @@ def rows(race: Race, titles: dict[str, str]) -> list[Row]:
     for name, laps in race.laps.items():
         kind, _, count = name.rpartition("-")
         rates = [lap.images_per_s for lap in laps]
-        median = statistics.median(rates)
+        median = _rate(laps)
         found.append(
             Row(
                 name,
@@ -112,16 +113,12 @@ def shares(race: Race) -> list[Shares]:
     return found
 
 
-def num_of(count: int) -> str:
-    return "1 replica" if count == 1 else f"{count} replicas"
-
-
 def verdict(race: Race) -> str:
     """What limits the run, and what to change."""
     found = shares(race)
     if not found:
         return "Give --replicas more than one number to see what limits a run."
-    last, replicas = found[-1], num_of(found[-1].num_replicas)
+    last, replicas = found[-1], format_replicas(found[-1].num_replicas)
     what = {name: getattr(last, name) for name in ("input", "communicating", "waiting")}
     worst = max(what, key=lambda name: what[name])
     if what[worst] < _MUCH:
@@ -181,7 +178,7 @@ def _line(share: Shares) -> str:
     if share.speed_up is not None:
         speed_up = f"speed-up {share.speed_up:.2f} (over {share.base}), "
     return (
-        f"{num_of(share.num_replicas)}: {speed_up}"
+        f"{format_replicas(share.num_replicas)}: {speed_up}"
         f"efficiency {share.efficiency:.2f} (of the limit); "
         f"input {share.input:.0%}, computing {share.computing:.0%}, communicating "
         f"{share.communicating:.0%}, waiting for the slowest {share.waiting:.0%}"
@@ -228,22 +225,25 @@ def plot(races: Sequence[Race], path: Any) -> None:
 
 def _draw(axes: Any, race: Race) -> None:
     """What `unisono run` reached, the dotted limit from one replica on, and plain Keras."""
-    rates = {row.way: row.images_per_s for row in rows(race, TITLES)}
-    counts = sorted(int(way.rpartition("-")[2]) for way in rates if way.startswith("together-"))
+    names = [name for name in race.laps if name.startswith("together-")]
+    counts = sorted(int(name.rpartition("-")[2]) for name in names)
     if not counts:
         return
-    ours = [rates[f"together-{count}"] for count in counts]
+    ours = [_rate(race.laps[f"together-{count}"]) for count in counts]
     (line,) = axes.plot(counts, ours, "o-", label=f"{race.backend}: unisono run")
     style = {"color": line.get_color()}
-    limits = [(n, rates[f"{k}-{n}"]) for n in counts for k in _LIMITS if f"{k}-{n}" in rates]
+    limits = [(n, _rate(laps)) for n in counts if (laps := _limit(race, str(n)))]
     if limits and limits[0][0] > 1:
         limits = [(1, limits[0][1] / limits[0][0]), *limits]
     if limits:
         axes.plot(*zip(*limits, strict=True), ":", label=f"{race.backend}: the limit", **style)
-    plain = [rate for way, rate in rates.items() if way.startswith("plain-")]
-    if plain:
+    if plain := _plain(race):
         label = f"{race.backend}: plain Keras, all cores"
-        axes.axhline(plain[0], linestyle="--", linewidth=0.8, label=label, **style)
+        axes.axhline(_rate(plain), linestyle="--", linewidth=0.8, label=label, **style)
+
+
+def _rate(laps: Sequence[Lap]) -> float:
+    return statistics.median(lap.images_per_s for lap in laps)
 
 
 def _peak_mib(laps: Sequence[Lap]) -> float | None:

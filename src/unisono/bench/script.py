@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from unisono.bench.race import Lap, Race
-from unisono.bench.report import num_of
+from unisono.devices import format_replicas
 from unisono.errors import BenchError
 from unisono.events import Progress, read_runs
 
@@ -36,7 +36,7 @@ def race_script(
         raise BenchError(f"Asked to measure {script}; there is no such file.")
     race = Race(script.name, backend, load=os.getloadavg()[0])
     for number, count in itertools.product(range(rounds), counts):
-        tell(f"{script.name}, {backend}: round {number + 1} of {rounds}, {num_of(count)}")
+        tell(f"{script.name}, {backend}: round {number + 1} of {rounds}, {format_replicas(count)}")
         lap = _lap(script, backend, count)
         first = race.laps.get(f"together-{counts[0]}", [lap])[number]
         ideal = first.images_per_s / counts[0] * count
@@ -60,18 +60,19 @@ def _lap(script: Path, backend: str, count: int) -> Lap:
             process.terminate()  # The launcher, which ends its processes.
             process.wait()
             raise
+    what = f"{script} on {format_replicas(count)}"
     if process.returncode:
         raise BenchError(
-            f"{script} on {num_of(count)} ended with code {process.returncode}, so that it cannot "
-            "be measured. Its own words are above."
+            f"{what} ended with code {process.returncode}, so that it cannot be measured. Its own "
+            "words are above."
         )
     kept = [warm(list(records.values())) for records in seen.values()]
     num_kept = len(kept[0]) if kept else 0
     if num_kept < _FEWEST:
         raise BenchError(
-            f"{script} on {num_of(count)} published {num_kept} figures after its beginning, one a "
-            f"second; at least {_FEWEST} are needed. Let it call unisono.parallel(model), and "
-            "train for ten seconds and more: give it more epochs."
+            f"{what} published {num_kept} figures after its beginning, one a second; at least "
+            f"{_FEWEST} are needed. Let it call unisono.parallel(model), and train for ten seconds "
+            "and more: give it more epochs."
         )
     waits = [statistics.median(each.peer_wait or 0.0 for each in records) for records in kept]
     inputs = [statistics.median(each.input_wait or 0.0 for each in records) for records in kept]

@@ -10,6 +10,7 @@ from unisono.devices.choice import (
     choose,
     choose_own,
     default_replicas,
+    format_replicas,
     num_gpus,
     simulated_gpus,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "describe",
     "devices",
     "format_bytes",
+    "format_replicas",
     "grant_of",
     "has_cuda_started",
     "list_devices",

@@ -46,6 +46,15 @@ class Placement:
         return f"{self.kind} {ids}"
 
 
+def format_replicas(count: int) -> str:
+    """A number of replicas as people write it.
+
+    >>> format_replicas(1)
+    '1 replica'
+    """
+    return "1 replica" if count == 1 else f"{count} replicas"
+
+
 def simulated_gpus() -> int:
     """How many GPUs `UNISONO_SIMULATED_GPUS` asks to rehearse with (0: none)."""
     return _count_from_environment(SIMULATED_GPUS, minimum=0) or 0

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from unisono.events import process_state
 from unisono.launch.guard import Guard
 from unisono.launch.output import Output
 from unisono.launch.plan import Facts, Seat, environment
@@ -98,7 +99,7 @@ class Rank:
 
     def look_at_state(self) -> None:
         """Take in whether somebody has stopped the process."""
-        if self._state() != "T":
+        if process_state(self.pid)[0] != "T":
             self.stopped_since = None
         elif self.stopped_since is None:
             self.stopped_since = time.monotonic()
@@ -136,13 +137,6 @@ class Rank:
         for line in lines:
             # The first word counts: what comes after an exception is what it led to.
             self.report = self.report or json.loads(line)
-
-    def _state(self) -> str:
-        try:
-            text = Path(f"/proc/{self.pid}/stat").read_text()
-        except OSError:
-            return ""
-        return text.rpartition(")")[2].split()[0]
 
 
 class Ranks:

@@ -4,7 +4,7 @@ import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
-from unisono.devices import Device, format_bytes
+from unisono.devices import Device, format_bytes, format_replicas
 from unisono.events import RankEvents
 from unisono.monitor.readings import Readings, Usage
 from unisono.monitor.verdict import (
@@ -165,8 +165,7 @@ def _summary(ranks: Sequence[RankEvents], now: float) -> str:
     newest = max((events for events in ranks if events.last), key=last_word)
     writer, last = ranks[0].writer, newest.last
     assert last is not None
-    count = writer.world_size * writer.num_replicas
-    replicas = f"{count} replica{'s' * (count != 1)}"
+    replicas = format_replicas(writer.world_size * writer.num_replicas)
     is_same = len({events.writer.devices for events in ranks}) == 1
     parts = [writer.backend, f"{replicas} on {writer.devices}" if is_same else replicas]
     epochs = f" of {last.num_epochs}" if last.num_epochs else ""

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from unisono.devices import Placement
+from unisono.devices import Placement, format_replicas
 from unisono.devices.cpu import num_cores
 from unisono.errors import SettingError
 from unisono.training import plot, tables
@@ -37,8 +37,8 @@ def compare(settings: Settings, program: Sequence[str]) -> int:
     records = []
     for each, cores in ((one, _share_of_cores(placement)), (settings, None)):
         num_replicas = 1 if each is one else placement.num_replicas
-        folder = settings.outputs.folder / tables.replicas(num_replicas).replace(" ", "-")
-        print(f"\n{tables.replicas(num_replicas).capitalize()}:", flush=True)
+        folder = settings.outputs.folder / format_replicas(num_replicas).replace(" ", "-")
+        print(f"\n{format_replicas(num_replicas).capitalize()}:", flush=True)
         each = dataclasses.replace(each, is_compared=False, output=str(folder))
         if code := _run([*program, *to_words(each)], cores):
             return code

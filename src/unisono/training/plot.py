@@ -4,6 +4,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+from unisono.devices import format_replicas
 from unisono.training import tables
 from unisono.training.progress import clock
 
@@ -45,7 +46,7 @@ def _draw_lines(
     """Those of one training; `place`: which one it is of several."""
     history = record["history"]
     epochs = [row["epoch"] for row in history]
-    whose = f", {tables.replicas(record['num_replicas'])}" if place is not None else ""
+    whose = f", {format_replicas(record['num_replicas'])}" if place is not None else ""
     for key, part, style in ((name, "train", "--"), (f"val_{name}", "test", "-")):
         if key not in history[0]:
             continue
@@ -80,7 +81,7 @@ def _mark(axes: Any, epoch: int, value: float, colour: str, *, is_right: bool, l
 
 def _title(records: list[dict[str, Any]]) -> str:
     parts = [
-        f"{tables.replicas(each['num_replicas'])} in {clock(each.get('total_s', 0.0))}"
+        f"{format_replicas(each['num_replicas'])} in {clock(each.get('total_s', 0.0))}"
         for each in records
     ]
     title = f"{records[0]['recipe']} ({records[0]['backend']}): {', '.join(parts)}"

@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from unisono.devices import format_replicas
 from unisono.training.progress import clock, speed
 
 if TYPE_CHECKING:
@@ -11,10 +12,6 @@ if TYPE_CHECKING:
 
 _NAMES = {"val_loss": "test loss", "val_accuracy": "test accuracy"}
 _TIMES = ("epoch", "epoch_s", "train_s", "samples_per_s", "learning_rate")
-
-
-def replicas(count: int) -> str:
-    return "1 replica" if count == 1 else f"{count} replicas"
 
 
 def epoch_line(row: dict[str, Any], run: "Run") -> str:
@@ -51,12 +48,12 @@ def best(record: dict[str, Any]) -> dict[str, Any]:
 
 def summary(record: dict[str, Any]) -> str:
     """The small table at the end of a training."""
-    return _aligned([("", replicas(record["num_replicas"])), *_rows(record)])
+    return _aligned([("", format_replicas(record["num_replicas"])), *_rows(record)])
 
 
 def comparison(one: dict[str, Any], many: dict[str, Any]) -> str:
     """Two trainings side by side, with what the replicas gain."""
-    head = ("", *(replicas(each["num_replicas"]) for each in (one, many)))
+    head = ("", *(format_replicas(each["num_replicas"]) for each in (one, many)))
     both = [(a, left, right) for (a, left), (_, right) in zip(_rows(one), _rows(many), strict=True)]
     gain = samples_per_s(many) / samples_per_s(one)
     efficiency = gain * one["num_replicas"] / many["num_replicas"]
