@@ -93,7 +93,7 @@ $(DEMO_STAMP): $(REQUIREMENTS)
 	  { echo "DEMO_BACKEND is '$(DEMO_BACKEND)'; choose jax, tensorflow or torch."; exit 1; }
 	$(call make_venv,$(DEMO_VENV))
 	$(DEMO_VENV)/bin/python $(INSTALL) "$(DEMO_PACKAGE)"
-	$(DEMO_VENV)/bin/python $(INSTALL) -e ".[$(DEMO_BACKEND),plot]"
+	$(DEMO_VENV)/bin/python $(INSTALL) -e ".[$(DEMO_BACKEND)]"
 	@touch $@
 
 $(LINT_STAMP): $(REQUIREMENTS)

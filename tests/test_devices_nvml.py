@@ -97,8 +97,8 @@ class TestTrouble:
     def test_a_binding_that_is_missing(self, answer):
         hidden = "sys.modules.update(pynvml=None) or list_devices().notes"
         assert answer(hidden, STAND_IN_GPUS="2") == [
-            "No GPU listed: nvidia-ml-py is not installed, which lists them: "
-            "pip install nvidia-ml-py, or unisono with its extra `gpu`."
+            "No GPU listed: nvidia-ml-py, a dependency of unisono, is not installed: "
+            "pip install nvidia-ml-py."
         ]
 
     def test_a_gpu_that_another_user_holds(self, answer):

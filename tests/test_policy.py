@@ -218,7 +218,7 @@ class TestOnAMachineWithGpus:
                 "memory=0.5",
                 {"STAND_IN_FAILING": "1"},
                 "Asked for memory=0.5; found no way to tell how much the GPUs have. See "
-                "`unisono devices`, install nvidia-ml-py (pip install 'unisono[gpu]') if it is "
+                "`unisono devices`, install nvidia-ml-py (pip install nvidia-ml-py) if it is "
                 'missing, or ask for "grow".',
             ),
         ],
@@ -284,8 +284,8 @@ class TestOnAMachineWithGpus:
         call = "told(lambda: unisono.configure(gpus='idle'))"
         assert answer(f"[{pretend}, {call}]")[1] == (
             "DeviceError: Asked for gpus='idle'; found no GPU that tells whether it is idle. "
-            "No GPU listed: nvidia-ml-py is not installed, which lists them: "
-            "pip install nvidia-ml-py, or unisono with its extra `gpu`. "
+            "No GPU listed: nvidia-ml-py, a dependency of unisono, is not installed: "
+            "pip install nvidia-ml-py. "
             "Yet /proc/driver/nvidia shows 3 visible GPU(s). Name ids instead."
         )
 

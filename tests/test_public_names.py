@@ -1,5 +1,6 @@
 """The names that users import, pinned: adding one is a decision, losing one breaks programs."""
 
+import importlib.metadata
 import inspect
 import subprocess
 import sys
@@ -72,6 +73,23 @@ def test_nothing_else_is_there_to_find():
         if not name.startswith("_") and not inspect.ismodule(value)
     ]
     assert sorted(visible) == PUBLIC[unisono]
+
+
+def test_what_commands_need_is_installed_with_the_core_and_loaded_where_it_is_used():
+    needed = {
+        "matplotlib": "matplotlib",
+        "nvidia-ml-py": "pynvml",
+        "psutil": "psutil",
+        "rich": "rich",
+    }
+    required = importlib.metadata.requires("unisono") or []
+    core = [line for line in required if "extra ==" not in line]
+    assert all(any(line.startswith(name) for line in core) for name in needed), core
+    program = f"import sys, unisono, unisono.cli; print({set(needed.values())} & {{*sys.modules}})"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "set()"
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)

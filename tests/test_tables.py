@@ -82,7 +82,6 @@ def test_a_training_of_one_epoch_counts_it():
 @pytest.mark.parametrize("records", [[ONE], [ONE, FOUR], [record(1, 1.0, [0.5])]])
 def test_the_plot_is_a_picture_of_some_size(records, tmp_path):
     image = pytest.importorskip("PIL.Image")
-    pytest.importorskip("matplotlib")
     path = tmp_path / "plot.png"
     plot.draw(records, path)
     assert path.read_bytes().startswith(PNG_SIGNATURE)

@@ -74,7 +74,7 @@ def grant_of(policy: Policy, selection: Selection) -> Grant:
         if len(known) < len(totals):
             raise DeviceError(
                 f"Asked for memory={memory}; found no way to tell how much the GPUs have. See "
-                "`unisono devices`, install nvidia-ml-py (pip install 'unisono[gpu]') if it is "
+                "`unisono devices`, install nvidia-ml-py (pip install nvidia-ml-py) if it is "
                 'missing, or ask for "grow".'
             )
         limit_bytes = memory if isinstance(memory, int) else int(memory * min(known))

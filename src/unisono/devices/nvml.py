@@ -46,8 +46,8 @@ def read_nvml() -> Reading:
         import pynvml
     except ImportError:
         return Reading(
-            reason="nvidia-ml-py is not installed, which lists them: "
-            "pip install nvidia-ml-py, or unisono with its extra `gpu`"
+            reason="nvidia-ml-py, a dependency of unisono, is not installed: "
+            "pip install nvidia-ml-py"
         )
     try:
         pynvml.nvmlInit()

@@ -1,11 +1,10 @@
 """What the machine's devices and processes do right now, for `unisono top`.
 
-GPUs by NVML; cores and processes by psutil where it is installed, else not at all.
+GPUs by NVML, cores and processes by psutil, which only this command loads.
 """
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -41,30 +40,21 @@ class Readings:
 
 def read(pids: Iterable[int] = ()) -> Readings:
     """Ask all devices, and what these processes take; a GPU that is gone says so in its error."""
+    import psutil
+
     listing = list_devices()
     wanted = {*pids, *(p.pid for d in listing.devices for p in d.processes)}
-    psutil = _psutil()
-    if psutil is None:
-        note = "psutil is not installed, so cores and processes are not shown: pip install psutil"
-        return Readings(listing.devices, (*listing.notes, note))
     cores = tuple(load / 100 for load in psutil.cpu_percent(percpu=True))
-    usages = [usage for pid in sorted(wanted) if (usage := _usage(psutil, pid)) is not None]
+    usages = [usage for pid in sorted(wanted) if (usage := _usage(pid)) is not None]
     return Readings(listing.devices, listing.notes, cores, tuple(usages))
-
-
-@functools.cache
-def _psutil() -> Any:
-    try:
-        import psutil
-    except ImportError:
-        return None
-    return psutil
 
 
 _known: dict[int, Any] = {}
 
 
-def _usage(psutil: Any, pid: int) -> Usage | None:
+def _usage(pid: int) -> Usage | None:
+    import psutil
+
     with contextlib.suppress(psutil.Error):
         # A process' load is measured between two readings of the same object.
         process = _known.setdefault(pid, psutil.Process(pid))

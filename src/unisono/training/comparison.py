@@ -52,9 +52,6 @@ def _show(settings: Settings, records: list[dict[str, Any]]) -> None:
     print(f"\n{table}\n", flush=True)
     outputs = settings.outputs
     write(outputs.record, lambda path: _write_json(path, records))
-    if not plot.is_possible():
-        print(plot.WITHOUT)
-        return
     write(outputs.plot, lambda path: plot.draw(records, path))
     print(f"plot: {outputs.plot}")
 

@@ -1,6 +1,5 @@
 """The plot of one training or of several: loss and accuracy, for train and test."""
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +7,7 @@ from unisono.devices import format_replicas
 from unisono.training import tables
 from unisono.training.progress import clock
 
-WITHOUT = "no plot: that needs matplotlib (pip install matplotlib)"
 _COLOURS = ("#08519c", "#d94801", "#238b45", "#6a51a3")
-
-
-def is_possible() -> bool:
-    """Whether matplotlib is here; a training without it has all results but the plot."""
-    return importlib.util.find_spec("matplotlib") is not None
 
 
 def draw(records: list[dict[str, Any]], path: Path) -> None:

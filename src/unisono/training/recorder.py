@@ -166,9 +166,6 @@ class Recorder(keras.callbacks.Callback):
         return found
 
     def _draw(self, path: Path) -> OutputError | None:
-        if not plot.is_possible():
-            print(plot.WITHOUT, flush=True)
-            return None
         return self._try(path, lambda draft: plot.draw([self.record], draft))
 
     def _try(self, path: Path, fill: Any) -> OutputError | None:
