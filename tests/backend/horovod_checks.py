@@ -6,7 +6,9 @@ from pathlib import Path
 
 import keras
 import numpy as np
+from horovod_models import FACTOR, SCALED
 
+import unisono
 import unisono.horovod as hvd
 
 BACKEND = keras.backend.backend()
@@ -27,7 +29,20 @@ def refusal(call):
     try:
         return f"no error: {plain(call())}"
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        kind = horovod_kind(error)
+        return f"{type(error).__name__}{kind}: {error}"
+
+
+def horovod_kind(error):
+    """Which of the errors that Horovod raises for a mismatch this is also one of."""
+    if not isinstance(error, unisono.DisagreementError):
+        return ""
+    if BACKEND != "tensorflow":
+        return " (RuntimeError)" if isinstance(error, RuntimeError) else ""
+    import tensorflow as tf
+
+    kinds = (tf.errors.FailedPreconditionError, tf.errors.InvalidArgumentError)
+    return "".join(f" ({kind.__name__})" for kind in kinds if isinstance(error, kind))
 
 
 def check_processes():
@@ -73,6 +88,21 @@ def check_types():
     return found
 
 
+def check_scales():
+    """Half precision and whole numbers times a factor that is in none of these types."""
+    found = {}
+    for dtype in ("float16", "float32", "int8", "int32"):
+        tensor = keras.ops.cast(keras.ops.convert_to_tensor(SCALED), dtype)
+        scatter = {"op": hvd.Sum, "postscale_factor": FACTOR}
+        results = {
+            "before": hvd.allreduce(tensor, op=hvd.Sum, prescale_factor=FACTOR),
+            "after": hvd.allreduce(tensor, op=hvd.Sum, postscale_factor=FACTOR),
+            "scattered": hvd.grouped_reducescatter([tensor, tensor], **scatter)[1],
+        }
+        found[dtype] = {name: plain(result) for name, result in results.items()}
+    return found
+
+
 def check_rows():
     own = np.full((rank + 1, 2), rank, "float32")
     rows, received = hvd.alltoall(
@@ -103,7 +133,10 @@ def check_objects():
     numbers = np.full((2,), rank + 5.0, "float32")
     variables = [keras.Variable(numbers), keras.Variable(rank, trainable=False)]
     hvd.broadcast_variables(variables, root_rank=1)
+    in_place = [keras.Variable(numbers), keras.Variable(numbers[:1])]
+    returned = hvd.broadcast_(in_place, 0)
     return {
+        "in place": [plain(in_place), plain(returned)],
         "given": given.text,
         "every": [each["rank"] for each in every],
         "sets": [sorted(each["set"]) for each in every],

@@ -57,7 +57,11 @@ from unisono.horovod.processes import (
 from unisono.horovod.reductions import Adasum, Average, Max, Min, Product, Sum
 from unisono.horovod.running import run
 from unisono.horovod.seeds import seed_processes as _seed_processes
-from unisono.horovod.variables import broadcast_global_variables, broadcast_variables
+from unisono.horovod.variables import (
+    broadcast_,
+    broadcast_global_variables,
+    broadcast_variables,
+)
 
 _seed_processes()
 
@@ -79,6 +83,7 @@ __all__ = [
     "alltoall",
     "barrier",
     "broadcast",
+    "broadcast_",
     "broadcast_global_variables",
     "broadcast_object",
     "broadcast_variables",

@@ -165,14 +165,21 @@ def _reducescatter(engine: Collectives, request: Request, tensor: Any) -> Any:
 
 
 def scale(tensor: Any, factor: float) -> Any:
-    """A tensor times a number, in its own type; whole numbers lose what is after the point."""
+    """A tensor times a number, in its own type, computed as Horovod does.
+
+    Half precision is scaled in float32, integers in float64 and then truncated.
+    """
     if factor == 1.0:
         return tensor
     dtype = keras.backend.standardize_dtype(tensor.dtype)
     if keras.backend.is_float_dtype(dtype):
-        return keras.ops.multiply(tensor, keras.ops.cast(factor, dtype))
-    wide = "float32" if keras.backend.backend() == "jax" else "float64"
-    return keras.ops.cast(keras.ops.multiply(keras.ops.cast(tensor, wide), factor), dtype)
+        wide = "float32" if dtype in ("float16", "bfloat16") else dtype
+        product = keras.ops.multiply(keras.ops.cast(tensor, wide), keras.ops.cast(factor, wide))
+        return keras.ops.cast(product, dtype)
+    if keras.backend.backend() == "jax":  # It has no float64 unless the whole process has.
+        numbers = keras.ops.convert_to_numpy(tensor).astype("float64")
+        return keras.ops.convert_to_tensor((numbers * factor).astype(dtype))
+    return keras.ops.cast(keras.ops.multiply(keras.ops.cast(tensor, "float64"), factor), dtype)
 
 
 def divide(tensor: Any, count: int) -> Any:

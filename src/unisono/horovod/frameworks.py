@@ -5,12 +5,13 @@ runs, in the order of the program. JAX offers no such way back into Python that 
 JAX, so there they are eager only.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 
-from unisono.errors import StrategyError
+from unisono.errors import DisagreementError, StrategyError
 
 Run = Callable[[list[Any]], list[Any]]
 Shape = tuple[int | None, ...]
@@ -46,6 +47,31 @@ def check_not_traced(what: str, tensors: Sequence[Any]) -> None:
             "collectives are eager: call it outside, on the function's results. In fit, "
             "hvd.DistributedOptimizer reduces the gradients."
         )
+
+
+def disagreement(message: str, *, is_bad_argument: bool) -> DisagreementError:
+    """The error for requests that do not fit together, which is also what Horovod raises.
+
+    On TensorFlow that is FailedPreconditionError, or InvalidArgumentError where one process' own
+    arguments are wrong; elsewhere RuntimeError, which every DisagreementError is.
+    """
+    if keras.backend.backend() != "tensorflow":
+        return DisagreementError(message)
+    mismatch, bad_argument = _tensorflow_disagreements()
+    return (bad_argument if is_bad_argument else mismatch)(message)
+
+
+@functools.cache
+def _tensorflow_disagreements() -> tuple[type[DisagreementError], type[DisagreementError]]:
+    import tensorflow as tf
+
+    def also(base: Any) -> type[DisagreementError]:
+        def init(self: Any, message: str) -> None:
+            base.__init__(self, None, None, message)
+
+        return type("DisagreementError", (DisagreementError, base), {"__init__": init})
+
+    return also(tf.errors.FailedPreconditionError), also(tf.errors.InvalidArgumentError)
 
 
 def is_sparse(value: Any) -> bool:

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from unisono.errors import DisagreementError, UnisonoError
+from unisono.errors import UnisonoError
 from unisono.horovod import timeline
+from unisono.horovod.frameworks import disagreement
 from unisono.horovod.process_sets import ProcessSet
 from unisono.horovod.requests import JOIN, Request, difference
 from unisono.horovod.session import session, world_of_session
@@ -90,7 +91,7 @@ def _alone(request: Request, note: Any) -> Agreement:
         return Agreement(request, [], last_to_join=0)
     found = difference({0: request}, is_joined=False)
     if found is not None:
-        raise DisagreementError(found)
+        raise disagreement(found, is_bad_argument=bool(request.problem))
     return Agreement(request, [note])
 
 
@@ -117,7 +118,8 @@ def _agreed(
         found = difference(by_rank, is_joined=bool(joined))
         requests = list(by_rank.values())
     if found is not None:
-        raise DisagreementError(found)
+        is_bad_argument = any(each.problem for each in requests)
+        raise disagreement(found, is_bad_argument=is_bad_argument)
     return requests[0]
 
 

@@ -26,12 +26,23 @@ def broadcast_variables(
     >>> variable = keras.Variable(1.0)
     >>> hvd.broadcast_variables([variable], root_rank=0)
     """
-    given = list(variables)
-    names = [str(getattr(variable, "path", "") or "") for variable in given]
-    values = [_value(variable) for variable in given]
-    results = broadcast_all(values, root_rank, names, None, process_set)
-    for variable, result in zip(given, results, strict=True):
-        _assign(variable, result)
+    _broadcast(variables, root_rank, None, process_set)
+
+
+def broadcast_(
+    variables: Iterable[Any],
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """Set variables to the values that one process has, and return these values.
+
+    >>> import keras, unisono.horovod as hvd
+    >>> hvd.init()
+    >>> [float(value) for value in hvd.broadcast_([keras.Variable(2.0)], root_rank=0)]
+    [2.0]
+    """
+    return _broadcast(variables, root_rank, name, process_set)
 
 
 def broadcast_global_variables(root_rank: int) -> None:
@@ -63,6 +74,18 @@ def variables_of(model: Any) -> list[Any]:
     if model.optimizer is not None:
         found += model.optimizer.variables
     return list({id(variable): variable for variable in found}.values())
+
+
+def _broadcast(
+    variables: Iterable[Any], root_rank: int, name: str | None, process_set: ProcessSet
+) -> list[Any]:
+    given = list(variables)
+    names = [str(getattr(variable, "path", "") or "") for variable in given]
+    values = [_value(variable) for variable in given]
+    results = broadcast_all(values, root_rank, names, name, process_set)
+    for variable, result in zip(given, results, strict=True):
+        _assign(variable, result)
+    return results
 
 
 def _value(variable: Any) -> Any:
