@@ -226,7 +226,17 @@ def functions_of_tensorflow(given):
         "results": [np.asarray(each).tolist() for each in results],
         "refused": refused,
         "joined": join_in_graph(tf),
+        "session": in_session(tf),
     }
+
+
+def in_session(tf):
+    """Several tensors of one size in one call, in a graph of TensorFlow 1, several times."""
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        tensors = [tf.fill([4], float(place + rank)) for place in range(5)]
+        shares = hvd.grouped_reducescatter(tensors, op=hvd.Sum)
+        found = [session.run(shares) for _ in range(10)]
+    return np.asarray(found[-1]).tolist()
 
 
 def join_in_graph(tf):

@@ -399,6 +399,7 @@ def test_in_functions(told):
             "Mismatched shapes in hvd.allreduce(): rank 0 gave [2], rank 1 [3]"
             in (found["refused"])
         )
+        assert found["session"] == [[2.0 * place + 1] * 2 for place in range(5)]
         # Rank 1 gave 1 in one step of three: 1 + 1/2 + 1/2.
         assert found["joined"][0] == 0
     assert (first["joined"][1], second["joined"][1]) == (2.0, 1.0)

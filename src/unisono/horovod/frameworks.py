@@ -108,7 +108,7 @@ def _run_on_tensorflow(
     import tensorflow as tf
 
     def run(*given: Any) -> list[Any]:
-        if not tf.inside_function():
+        if tf.executing_eagerly():
             return forward(list(given))
         expected = shapes()
         results = tf.py_function(
