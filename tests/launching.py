@@ -84,7 +84,7 @@ def end_all(pids: Iterable[int]) -> None:
 
 def listening_ports(pids: Iterable[int]) -> dict[int, set[int]]:
     """The TCP ports on which each process, or one that it started, listens."""
-    return {pid: set().union(*map(_ports_of, [pid, *_children(pid)])) for pid in pids}
+    return {pid: set().union(*map(_ports_of, [pid, *children(pid)])) for pid in pids}
 
 
 def _ports_of(pid: int) -> set[int]:
@@ -99,6 +99,7 @@ def _ports_of(pid: int) -> set[int]:
     return found
 
 
-def _children(pid: int) -> list[int]:
+def children(pid: int) -> list[int]:
+    """The processes that one has started and that have not ended."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
     return [int(child) for task in tasks for child in (task / "children").read_text().split()]

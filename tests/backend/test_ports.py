@@ -1,10 +1,14 @@
 """Who can connect to what the frameworks of a run listen on: tried from other hosts."""
 
+import contextlib
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import keras
@@ -13,6 +17,7 @@ import pytest
 from launching import (
     FOREIGN,
     NAMES,
+    children,
     end_all,
     ended_within,
     is_running,
@@ -83,6 +88,35 @@ def test_only_hosts_of_a_run_reach_it(run, hosts, folder):
         num_open = 1 if BACKEND == "jax" and not node else 0
         assert len(reached(hosts[2], host, ports)) == num_open
     assert all(map(is_running, pids_in(folder)))
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="about the service of JAX's processes")
+def test_strangers_neither_end_the_service_of_jax_nor_keep_it(run, folder):
+    launcher = run("--replicas", 2, ENDLESS, folder, **ENVIRONMENT)
+    wait_for(folder, "ready-0", "ready-1", timeout_s=PATIENCE_S)
+    (service,) = children(int((folder / "pid-0").read_text()))
+    (ports,) = listening_ports([service]).values()
+    assert len(ports) == 2
+    everyone = [service, *pids_in(folder)]
+    with contextlib.ExitStack() as strangers:
+        # It has no descriptor left for them, at first.
+        limit = len(list(Path(f"/proc/{service}/fd").iterdir()))
+        before = resource.prlimit(service, resource.RLIMIT_NOFILE)
+        resource.prlimit(service, resource.RLIMIT_NOFILE, (limit, before[1]))
+        _call(ports, 10, strangers)
+        assert not ended_within(everyone[:1], 1.0)
+        resource.prlimit(service, resource.RLIMIT_NOFILE, before)
+        _call(ports, 100, strangers)
+        time.sleep(1)
+        assert all(map(is_running, everyone))
+        launcher.process.terminate()
+        assert ended_within(everyone, 10)
+
+
+def _call(ports: Iterable[int], count: int, strangers: contextlib.ExitStack) -> None:
+    for port in ports:
+        for _ in range(count):
+            strangers.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5))
 
 
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="about TensorFlow's own variable")
