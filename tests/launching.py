@@ -1,5 +1,6 @@
 """Starts `unisono run` for tests, and sees to it that nothing is left of it."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -101,5 +102,8 @@ def _ports_of(pid: int) -> set[int]:
 
 def children(pid: int) -> list[int]:
     """The processes that one has started and that have not ended."""
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):  # Threads come and go.
+            found += [int(child) for child in (task / "children").read_text().split()]
+    return found

@@ -77,7 +77,7 @@ class OnlyFrom:
     def __enter__(self) -> "OnlyFrom":
         for sock, inode in _tcp_sockets():
             with sock:
-                if self._is_meant(sock):
+                if self._is_meant(sock) and _is_listening(sock):
                     self._known.add(inode)
         self._thread = threading.Thread(target=self._look, name="unisono-ports", daemon=True)
         self._thread.start()
@@ -111,7 +111,7 @@ class OnlyFrom:
                 with sock:
                     if inode not in self._known and self._is_meant(sock):
                         self._attach(sock)
-                        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        if _is_listening(sock):
                             self._known.add(inode)
                             self.num_guarded += 1
         except OSError as error:
@@ -125,8 +125,7 @@ class OnlyFrom:
         if self._port is not None:
             # Not yet listening is early enough, and a connection to the port is a stranger's too.
             return bool(port == self._port)
-        is_listening = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-        return bool(is_listening) and host.removeprefix("::ffff:") == self._host
+        return _is_listening(sock) and host.removeprefix("::ffff:") == self._host
 
     def _attach(self, sock: socket.socket) -> None:
         code = b"".join(struct.pack("=HBBI", *each) for each in self._program)
@@ -187,6 +186,10 @@ def _tcp_sockets() -> Iterator[tuple[socket.socket, int]]:
             yield sock, int(target[8:-1])
         else:
             sock.close()
+
+
+def _is_listening(sock: socket.socket) -> bool:
+    return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
 def _is_loopback(host: str) -> bool:
