@@ -122,7 +122,8 @@ def _call(ports: Iterable[int], count: int, strangers: contextlib.ExitStack) -> 
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="about TensorFlow's own variable")
 def test_servers_listen_at_the_ports_of_tf_config(folder):
     ports = _free_ports(2)
-    cluster = {"worker": [f"localhost:{port}" for port in ports]}
+    chief, worker = (f"localhost:{port}" for port in ports)
+    cluster = {"chief": [chief], "worker": [worker], "ps": ["elsewhere:1"]}
     inherited = {
         name: value
         for name, value in os.environ.items()
@@ -132,7 +133,7 @@ def test_servers_listen_at_the_ports_of_tf_config(folder):
     processes = []
     try:
         for rank in range(2):
-            task = {"type": "worker", "index": rank}
+            task = {"type": ("chief", "worker")[rank], "index": 0}
             config = {"TF_CONFIG": json.dumps({"cluster": cluster, "task": task})}
             with errors[rank].open("w") as stderr:
                 words = [sys.executable, str(ENDLESS), str(folder)]
