@@ -1,5 +1,6 @@
 """Starts `unisono run` for tests, and sees to it that nothing is left of it."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -80,3 +81,29 @@ def end_all(pids: Iterable[int]) -> None:
     for pid in pids:
         if is_running(pid):
             os.kill(pid, signal.SIGKILL)
+
+
+def listening_ports(pids: Iterable[int]) -> dict[int, set[int]]:
+    """The TCP ports on which each process, or one that it started, listens."""
+    return {pid: set().union(*map(_ports_of, [pid, *children(pid)])) for pid in pids}
+
+
+def _ports_of(pid: int) -> set[int]:
+    links = (os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink())
+    sockets = {link for link in links if link.startswith("socket:")}
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and f"socket:[{words[9]}]" in sockets:
+                found.add(int(words[1].partition(":")[2], 16))
+    return found
+
+
+def children(pid: int) -> list[int]:
+    """The processes that one has started and that have not ended."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):  # Threads come and go.
+            found += [int(child) for child in (task / "children").read_text().split()]
+    return found

@@ -316,6 +316,18 @@ def joins_by_hand(model: Any) -> bool:
     return all(word in call.__doc__ for call, options in words.items() for word in options)
 
 
+def starts_its_server(model: Any) -> bool:
+    import ctypes
+
+    import tensorflow as tf
+
+    binding = lookup("tensorflow.python.eager.context:pywrap_tfe")
+    library = ctypes.CDLL(str(Path(tf.__file__).with_name("libtensorflow_cc.so.2")))
+    is_there = callable(binding.TFE_EnableCollectiveOps) and bool(library.TFE_EnableCollectiveOps)
+    handle = lookup("tensorflow.python.eager.context:context")()._handle
+    return is_there and type(handle).__name__ == "PyCapsule"
+
+
 def registers_backends(model: Any) -> bool:
     from jax._src import xla_bridge
 
@@ -914,6 +926,13 @@ TABLE = [
         "to leave what XLA compiles to Keras' formula",
         tells_what_xla_compiles,
         TF,
+    ),
+    Name(
+        "tensorflow.python:pywrap_tfe",
+        "tensorflow_world",
+        "to start TensorFlow's server with the GIL released",
+        starts_its_server,
+        ("tensorflow",),
     ),
     Name(
         "tensorflow.python.eager.context:context",

@@ -20,7 +20,6 @@ if keras.backend.backend() != "tensorflow":
 import tensorflow as tf
 
 from unisono.engines.tensorflow_keys import padded_length
-from unisono.engines.tensorflow_world import _given_cluster
 
 PROGRAM = Path(__file__).with_name("tensorflow_world_program.py")
 SIZE = 3
@@ -174,13 +173,6 @@ def test_tensorflow_that_has_started_cannot_join(tmp_path):
         assert ended.returncode == 1
         assert "StartedError: Asked TensorFlow to join a run of 2 processes" in ended.stderr
         assert "Move `import unisono` above the first line" in ended.stderr
-
-
-def test_tf_config_names_the_addresses():
-    cluster = {"chief": ["a:1"], "worker": ["b:2", "c:3"], "ps": ["d:4"]}
-    found = [_given_cluster({"cluster": cluster}, rank) for rank in range(3)]
-    assert [(job, task) for _, job, task in found] == [("chief", 0), ("worker", 0), ("worker", 1)]
-    assert all(addresses == {"chief": ["a:1"], "worker": ["b:2", "c:3"]} for addresses, *_ in found)
 
 
 def test_nothing_is_imported_that_imports_keras():

@@ -6,8 +6,9 @@ others reach this process, and an end that waits for nobody. A SIGTERM stays wha
 """
 
 import atexit
+import contextlib
 import os
-import socket
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -17,9 +18,10 @@ import jax
 
 from unisono.devices import num_gpus, simulated_gpus
 from unisono.engines.gloo_threads import patient_threads
-from unisono.engines.jax_service import NO_HEARTBEATS_S, address
+from unisono.engines.jax_service import NO_HEARTBEATS_S, address, hold_line
 from unisono.engines.jax_settings import has_started
 from unisono.errors import LaunchError, StartedError
+from unisono.launch.source_filter import OnlyFrom, source_addresses
 from unisono.launch.world import World
 
 _KEY = "jax/service"
@@ -35,30 +37,30 @@ def join(world: World) -> None:
             f"Rank {world.rank} joins a run of {world.size} processes, but JAX has started its "
             "devices. Import unisono before building a model or making an array."
         )
+    sources = source_addresses(world, world.exchange("addresses of JAX", world.host))
     if world.is_chief:
-        world.put(_KEY, _start_service(world).encode())
-    host, port, port_of_lines = world.get(_KEY).decode().split()
+        world.put(_KEY, _start_service(world, sources).encode())
+    host, port, port_of_lines, token = world.get(_KEY).decode().split()
     try:
-        line = socket.create_connection((host, int(port_of_lines)), _START_TIMEOUT_S)
-        # Left for the system to close: the service has to outlast what Python tidies up at its end.
-        line.detach()
+        hold_line(host, int(port_of_lines), token, _START_TIMEOUT_S)
         _connect(world, address(host, int(port)))
     except (OSError, RuntimeError) as error:
         raise LaunchError(
             f"Rank {world.rank} got no answer from JAX's service at {host}, ports {port} and "
             f"{port_of_lines}: {error}. Check that no firewall stands between the nodes."
         ) from error
-    _register_cpu_backend(world)
+    _register_cpu_backend(world, sources)
     _take_own_gpu(world)
 
 
-def _start_service(world: World) -> str:
-    """`host port port` of a service process for the run."""
+def _start_service(world: World, sources: set[str]) -> str:
+    """`host port port token` of a service process for the run."""
+    token = secrets.token_hex(32)
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     words = [sys.executable, "-P", "-m", "unisono.engines.jax_service"]
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
-            [*words, world.host, str(world.size)],
+            [*words, world.host, str(world.size), *sorted(sources)],
             env={**os.environ, "PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "2"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -68,6 +70,9 @@ def _start_service(world: World) -> str:
         )
         assert process.stdin is not None
         assert process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # What it said is told below.
+            process.stdin.write(f"{token}\n".encode())
+            process.stdin.flush()
         ports = process.stdout.readline().decode().split()
         if len(ports) != 2:
             errors.seek(0)
@@ -77,7 +82,7 @@ def _start_service(world: World) -> str:
                 f"is an address of this machine. It said:\n{said}"
             )
     os.dup(process.stdin.fileno())  # Left to the system likewise.
-    return " ".join([world.host, *ports])
+    return " ".join([world.host, *ports, token])
 
 
 def _connect(world: World, service: str) -> None:
@@ -102,13 +107,13 @@ def _connect(world: World, service: str) -> None:
     atexit.register(setattr, state, "client", None)
 
 
-def _register_cpu_backend(world: World) -> None:
+def _register_cpu_backend(world: World, sources: set[str]) -> None:
     """Let the collectives of CPU devices listen on one address, and not on the host's name."""
     from jax._src import distributed, xla_bridge
     from jax._src.lib import _jax
 
     def make_client() -> Any:
-        with patient_threads():
+        with patient_threads(), OnlyFrom(sources, host=world.host):
             client = distributed.global_state.client
             gloo = _jax.make_gloo_tcp_collectives(client, hostname=world.host)
         return xla_bridge.make_cpu_client(gloo)

@@ -5,20 +5,26 @@ reach other processes; models keep plain variables and no strategy's scope is ev
 happen before TensorFlow starts, so this runs right after its import and must not import Keras.
 """
 
+import ctypes
 import functools
 import json
+import logging
 import os
 import random
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager.context import context
 
 from unisono.engines.tensorflow_group import Group, keys_of
 from unisono.errors import LaunchError, StartedError, StrategyError
+from unisono.launch.network import split_address
+from unisono.launch.source_filter import OnlyFrom, source_addresses
 from unisono.launch.world import World, current_world
 
 _CONFIGURATION = "TF_CONFIG"
@@ -50,14 +56,76 @@ def join(world: World) -> None:
         rpc_layer="grpc",
         num_accelerators={"GPU": num_gpus},
     )
+    hosts = {split_address(each)[0] for addresses in cluster.values() for each in addresses}
+    sources = source_addresses(world, hosts)
+    _, port = split_address(cluster[job][task])
     try:
-        _strategy = tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver)
+        with OnlyFrom(sources, port=port) as guard, _starting_without_gil():
+            _strategy = tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver)
     except (tf.errors.OpError, RuntimeError) as error:
         raise LaunchError(
             f"TensorFlow could not join the run as {cluster[job][task]}, rank {world.rank} of "
             f"{world.size}: {error}. If another program has taken that port in between, start the "
             "run again."
         ) from error
+    if world.is_chief and guard.num_guarded:
+        _tell_what_is_open(is_one_machine=not sources)
+
+
+def _tell_what_is_open(is_one_machine: bool) -> None:
+    logging.getLogger("unisono").warning(
+        "TensorFlow's servers authenticate nobody. Other machines cannot reach those of this run; "
+        "other users of %s can, and act with your rights. See SECURITY.md.",
+        "this machine" if is_one_machine else "its nodes",
+    )
+
+
+@contextmanager
+def _starting_without_gil() -> Iterator[None]:
+    """Release the GIL while TensorFlow starts its server and waits for the other processes.
+
+    TensorFlow's binding holds it, for a second and more, in which the port would be open to all.
+    """
+    plain = pywrap_tfe.TFE_EnableCollectiveOps
+    try:
+        pywrap_tfe.TFE_EnableCollectiveOps = _released()
+    except (OSError, AttributeError):
+        yield  # Not this build of TensorFlow: the port is closed when its server has started.
+        return
+    try:
+        yield
+    finally:
+        pywrap_tfe.TFE_EnableCollectiveOps = plain
+
+
+def _released() -> Any:
+    """TensorFlow's function of its C interface, called as its binding calls it."""
+    library = ctypes.CDLL(str(Path(tf.__file__).with_name("libtensorflow_cc.so.2")))
+    pointer_in = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer_in.restype, pointer_in.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    pointer = ctypes.c_void_p
+    new_status, delete_status = library.TF_NewStatus, library.TF_DeleteStatus
+    code_of, message_of, enable = (
+        library.TF_GetCode,
+        library.TF_Message,
+        library.TFE_EnableCollectiveOps,
+    )
+    new_status.restype, message_of.restype = pointer, ctypes.c_char_p
+    for function in (delete_status, code_of, message_of):
+        function.argtypes = [pointer]
+    enable.argtypes = [pointer, ctypes.c_char_p, ctypes.c_size_t, pointer]
+
+    def enable_collective_ops(context_handle: Any, server: bytes) -> None:
+        status = new_status()
+        try:
+            enable(pointer_in(context_handle, None), server, len(server), status)
+            if code := code_of(status):
+                message = message_of(status).decode(errors="replace")
+                raise tf.errors.OpError(None, None, message, code)
+        finally:
+            delete_status(status)
+
+    return enable_collective_ops
 
 
 @functools.cache
@@ -93,7 +161,7 @@ def _show_own_gpu(world: World) -> int:
 
 def _cluster(world: World) -> tuple[dict[str, list[str]], str, int]:
     """The addresses of all processes by job, and this one's job and place in it."""
-    if world.topology.launcher == _CONFIGURATION:
+    if world.topology.launcher == "tf_config":
         return _given_cluster(json.loads(os.environ[_CONFIGURATION]), world.rank)
     host = f"[{world.host}]" if ":" in world.host else world.host
     with _free_port() as port:

@@ -11,6 +11,7 @@ from unisono.engines.torch_group import Group
 from unisono.engines.torch_store import MeetingStore
 from unisono.errors import StrategyError
 from unisono.launch.network import interface_of
+from unisono.launch.source_filter import OnlyFrom, source_addresses
 from unisono.launch.world import World, current_world
 
 _NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
@@ -44,10 +45,13 @@ def _make(members: tuple[int, ...], world: World) -> Group:
 
     name = "torch/" + ",".join(map(str, members))
     # Whoever is missing is named here; torch would wait for minutes, and then not say for whom.
-    world.exchange(f"collectives of ranks {', '.join(map(str, members))}", None, members)
+    topic = f"collectives of ranks {', '.join(map(str, members))}"
+    hosts = world.exchange(topic, world.host, members)
+    sources = source_addresses(world, hosts, members)
     store = MeetingStore(world, name)
     rank = members.index(world.rank)
-    return Group(store, rank, len(members), default_device(), host=world.host)
+    with OnlyFrom(sources, host=world.host):
+        return Group(store, rank, len(members), default_device(), host=world.host)
 
 
 def _check(members: tuple[int, ...], world: World) -> None:
