@@ -16,8 +16,10 @@ import pytest
 from launching import wait_for
 from test_foreign import ONE_NODE, start, told
 from test_nodes import SECRET, of_node, port  # noqa: F401
+from test_slurm_step import task
 from test_topology import tf_config
 from unisono.launch.foreign import meeting_place
+from unisono.slurm.step import coordinator, read_step
 from unisono.topology import read_topology
 
 LOOPBACK, OTHER_LOOPBACK = "127.0.0.1", "127.0.0.2"
@@ -281,14 +283,36 @@ def test_who_squats_on_a_port_that_can_be_guessed_only_delays(tmp_path, kind):
     ] * 2
 
 
+def test_who_squats_on_the_port_of_launchers_only_delays(run, script, folder):
+    """Two launchers that srun has started, the ports of whose run follow from its numbers."""
+    with contextlib.ExitStack() as stack:
+        for job in range(1, 100):
+            number = {"SLURM_JOB_ID": str(job), "SLURM_STEP_NODELIST": LOOPBACK}
+            envs = [task("1(x2)", 0, node=node) | number | SECRET for node in (0, 1)]
+            address, others, _ = coordinator(read_step(envs[0]), envs[0], 0)
+            if listener := listen_at((int(address.rpartition(":")[2]), *others)):
+                in_background(squat_as_relay, stack.enter_context(listener), (LOOPBACK, others[0]))
+                break
+        options = ["--replicas", 1, "--start-timeout", 30]
+        ends = [run(*options, script, folder, "go", **env) for env in envs]
+        assert [each.wait()[0] for each in ends] == [0, 0]
+
+
+def listen_at(ports: tuple[int, ...]) -> socket.socket | None:
+    """A listener at the first port of a run; None where somebody else has it, or the second."""
+    try:
+        socket.create_server((LOOPBACK, ports[1])).close()
+        return socket.create_server((LOOPBACK, ports[0]))
+    except OSError:
+        return None
+
+
 def guessed_place(stack: contextlib.ExitStack) -> tuple[list[dict], tuple[int, ...], socket.socket]:
     """Variables of two processes, the ports of their run, and a listener at the first of these."""
     for number in range(1, 100):
         hosts = [f"{LOOPBACK}:{number}", f"localhost:{number}"]
         envs = [tf_config("worker", rank, worker=hosts) | SECRET for rank in (0, 1)]
         ports = meeting_place(read_topology(envs[0]), envs[0]).ports
-        with contextlib.suppress(OSError):  # Somebody else's.
-            socket.create_server((LOOPBACK, ports[1])).close()
-            listener = socket.create_server((LOOPBACK, ports[0]))
+        if listener := listen_at(ports):
             return envs, ports, stack.enter_context(listener)
     raise AssertionError("no run has two free ports")

@@ -119,19 +119,12 @@ class Peers:
 class Host:
     """Node 0's side: gathers the other launchers, and turns away who does not fit."""
 
-    def __init__(self, own: Hello, port: int, secret: str) -> None:
+    def __init__(self, own: Hello, ports: Sequence[int], secret: str) -> None:
+        """Listens at the first of the ports that can be had."""
         self._own = own
         self._peers: dict[int, Peer] = {}
         self._is_complete = False
-        try:
-            self._server = Server(
-                secret, host=own.host, port=port, name="unisono-nodes", on_message=self._welcome
-            )
-        except OSError as error:
-            raise LaunchError(
-                f"Cannot listen at {join_address(own.host, port)}, the coordinator's address: "
-                f"{error}. Is another run there? Choose another port, the same on all nodes."
-            ) from error
+        self._server = self._listen(ports, secret)
         self._lock = self._server.lock
         self._server.start()
 
@@ -150,6 +143,21 @@ class Host:
 
     def close(self) -> None:
         self._server.close()
+
+    def _listen(self, ports: Sequence[int], secret: str) -> Server:
+        host = self._own.host
+        for port in ports:
+            try:
+                return Server(
+                    secret, host=host, port=port, name="unisono-nodes", on_message=self._welcome
+                )
+            except OSError as error:
+                reason = error
+        places = " or ".join(join_address(host, port) for port in ports)
+        raise LaunchError(
+            f"Cannot listen at {places}, the coordinator's address: {reason}. Is another run "
+            "there? Choose another port, the same on all nodes: --coordinator host:port."
+        ) from reason
 
     def _present(self) -> dict[int, Peer]:
         with self._lock:

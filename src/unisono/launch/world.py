@@ -139,6 +139,7 @@ class World:
                 self._send(message)
                 answer = self._frames.receive()
             except TamperedError as error:
+                self._frames.close()
                 raise LaunchError(
                     f"Rank {self.rank} listened to the run's meeting point: {error}. Something "
                     "between the hosts changes what they send: look at proxies, and at who else is "
