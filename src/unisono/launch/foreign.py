@@ -3,7 +3,8 @@
 No launcher of ours is there to host the meeting, so the first process does, in a thread. On one
 node it leaves its address in a file that only this user can read. Across nodes the address must be
 known to all before anybody has spoken: the first host, and a port worked out from the run's name.
-If that port is taken, the next one of a fixed row is; a run's secret tells it from all others.
+If that port is taken, the next one of a fixed row is; a run's secret tells it from all others. Who
+sits on such a port can only delay: a proof holds for one port, and each has seconds to give it.
 """
 
 import atexit

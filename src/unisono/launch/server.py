@@ -27,7 +27,7 @@ from unisono.launch.wire import (
 
 _TICK_S = 0.5
 _STRANGER_S = 10.0
-_GRACE_S = 0.1
+_GRACE_S = 0.05
 """How long strangers stay even where others want in: enough for who knows the secret."""
 _MOST_STRANGERS = 128
 _STRANGERS_PER_FILE = 1 / 8
