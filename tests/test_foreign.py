@@ -55,7 +55,7 @@ ONE_NODE = {
 }
 
 
-def start(folder, env) -> subprocess.Popen:
+def start(folder, env, script=SCRIPT) -> subprocess.Popen:
     inherited = {
         name: value
         for name, value in os.environ.items()
@@ -63,7 +63,7 @@ def start(folder, env) -> subprocess.Popen:
     }
     inherited |= {"TMPDIR": str(folder), "XDG_RUNTIME_DIR": "", "HOME": str(folder)}
     return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT],
+        [sys.executable, "-c", script],
         env=inherited | {"UNISONO_START_TIMEOUT": "30"} | env,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -84,12 +84,14 @@ def run(options: argparse.Namespace) -> int:
 def request_of(options: argparse.Namespace, step: Step | None = None) -> Request:
     """What was asked for, checked against itself, this machine and what Slurm gave."""
     program = _program(options)
-    secret = None
+    secret: str | None = None
+    other_ports: tuple[int, ...] = ()
     options = _with_hosts(options, program)
     if step is not None and step.num_nodes > 1:
         check_program(program)
         options.nodes, options.node_rank = step.num_nodes, step.node
-        options.coordinator, secret = coordinator(step, os.environ, options.start_timeout)
+        found = coordinator(step, os.environ, options.start_timeout)
+        options.coordinator, other_ports, secret = found
     _check_nodes(options)
     if options.legacy:
         _check_source(program[0])
@@ -104,6 +106,7 @@ def request_of(options: argparse.Namespace, step: Step | None = None) -> Request
         num_nodes=options.nodes,
         node=options.node_rank,
         coordinator=options.coordinator,
+        other_ports=other_ports,
         secret=secret,
         interface=options.interface,
         world_size=options.np,

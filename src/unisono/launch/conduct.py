@@ -102,7 +102,7 @@ class Conductor:
 
     def _lose(self, peer: Peer) -> None:
         self._ended.add(peer.hello.node)
-        cause = "is lost: its launcher is gone"
+        cause = f"is lost: {peer.how_lost}"
         if not peer.is_gone:
             cause = f"is lost: nothing was heard of it for {self._watch.silence_s:g} s"
         self._note(Failure("node", cause, node=peer.hello.node, host=peer.name))

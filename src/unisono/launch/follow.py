@@ -116,7 +116,7 @@ class Follower:
 
     def _end_alone(self) -> Outcome:
         self._end(signal.SIGTERM)
-        how = "its launcher is gone"
+        how = self._chief.how_lost
         if not self._chief.is_gone:
             silence_s = time.monotonic() - self._chief.last_word
             how = f"nothing was heard of it for {silence_s:.0f} s"

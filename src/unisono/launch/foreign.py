@@ -3,7 +3,8 @@
 No launcher of ours is there to host the meeting, so the first process does, in a thread. On one
 node it leaves its address in a file that only this user can read. Across nodes the address must be
 known to all before anybody has spoken: the first host, and a port worked out from the run's name.
-If that port is taken, the next one of a fixed row is; a run's secret tells it from all others.
+If that port is taken, the next one of a fixed row is; a run's secret tells it from all others. Who
+sits on such a port can only delay: a proof holds for one port, and each has seconds to give it.
 """
 
 import atexit
@@ -11,7 +12,6 @@ import hashlib
 import json
 import os
 import re
-import socket
 import stat
 import tempfile
 import time
@@ -24,7 +24,7 @@ from unisono.launch.meeting import Meeting
 from unisono.launch.network import LOOPBACK, join_address, own_address, split_address
 from unisono.launch.plan import TIMEOUT
 from unisono.launch.secret import new_secret, secret_of_run, shared_secret
-from unisono.launch.wire import Frames, greet
+from unisono.launch.world import greet_at
 from unisono.topology import COORDINATOR, Topology
 
 _FIRST_PORT, _NUM_PORTS = 61000, 4000
@@ -174,11 +174,12 @@ def find(place: Place, secret: str, timeout_s: float) -> str:
 def _answering(host: str, port: int, secret: str) -> str | None:
     """The address, as a number, at which the run's meeting answers; None where it does not."""
     try:
-        with socket.create_connection((host, port), timeout=_TRY_S) as sock:
-            greet(Frames(sock), secret)
-            return join_address(sock.getpeername()[0], port)
+        frames = greet_at(host, port, secret, _TRY_S)
     except (OSError, EOFError, LaunchError):
         return None  # Not yet, or somebody else.
+    address = join_address(frames.socket.getpeername()[0], port)
+    frames.close()
+    return address
 
 
 def _folder() -> Path:

@@ -1,26 +1,20 @@
 """The meeting point of a run: one small server that its processes talk to, and no tensor passes.
 
 It runs in the launcher, or in the first process where somebody else's launcher started them. It
-lets in who proves the run's secret, checks that ranks and sizes agree, keeps the values by which
-engines find each other, and lets processes meet (see points.py). It listens on one address only.
+lets in who proves the run's secret (see server.py), checks that ranks and sizes agree, keeps the
+values by which engines find each other, and lets processes meet (see points.py). It listens on one
+address only.
 """
 
 import base64
-import contextlib
 import secrets
-import selectors
-import socket
-import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
+from unisono.launch.network import join_address
 from unisono.launch.points import Answers, Points
-from unisono.launch.wire import Frames, Message, challenge, is_proof, proof
-
-_TICK_S = 0.5
-_STRANGER_S = 10.0
+from unisono.launch.server import Connection, Server
+from unisono.launch.wire import Message, encode
 
 
 @dataclass
@@ -40,30 +34,8 @@ class Member:
         return not self.has_left and not self.is_lost
 
 
-class Caller:
-    """One connection, as the server sees it."""
-
-    def __init__(self, sock: socket.socket, address: str) -> None:
-        self.frames = Frames(sock)
-        self.address = address
-        self.challenge = challenge()
-        self.since = time.monotonic()
-        self.role = ""
-        self.rank = -1
-        self.last_word = self.since
-
-    def send(self, message: Message) -> None:
-        # One that does not read any more is found by its silence.
-        with contextlib.suppress(OSError):
-            self.frames.send(message)
-
-
 class Meeting:
-    """Serves a run of `size` processes from a thread of its own.
-
-    `on_node(caller, message)` is called, on that thread, with what callers of the role "node" (the
-    launchers of other nodes) say, and with None when one is gone.
-    """
+    """Serves a run of `size` processes from a thread of its own."""
 
     def __init__(
         self,
@@ -73,34 +45,35 @@ class Meeting:
         host: str = "127.0.0.1",
         port: int = 0,
         timeout_s: float | None = None,
-        on_node: Callable[[Caller, Message | None], None] | None = None,
     ) -> None:
         """`timeout_s`: how long processes wait for one that does not come, before it is an error
         of all; None where a launcher watches for that.
         """
         self.size = size
         self.seed = secrets.randbelow(2**31)
-        self._secret = secret
         self._timeout_s = timeout_s
-        self._on_node = on_node
-        self._listener = socket.create_server((host, port), family=_family(host), backlog=1024)
-        self.host, self.port = self._listener.getsockname()[:2]
-        self._lock = threading.RLock()
-        self._callers: dict[int, Caller] = {}
         self._members: dict[int, Member] = {}
-        self._by_rank: dict[int, Caller] = {}
+        self._ranks: dict[Connection, int] = {}
+        self._by_rank: dict[int, Connection] = {}
         self._points = Points(size)
         self._values: dict[str, str] = {}
-        self._waiting_for: list[tuple[Caller, str, float]] = []
-        self._is_open = True
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._serve, name="unisono-meeting", daemon=True)
-        self._thread.start()
+        self._waiting_for: list[tuple[Connection, str, float]] = []
+        self._server = Server(
+            secret,
+            host=host,
+            port=port,
+            name="unisono-meeting",
+            on_message=self._handle,
+            on_end=self._part,
+            on_tick=self._look_at_clock,
+        )
+        self._lock = self._server.lock
+        self.host, self.port = self._server.host, self._server.port
+        self._server.start()
 
     @property
     def address(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return join_address(self.host, self.port)
 
     def members(self) -> dict[int, Member]:
         """The processes that have come so far, by rank."""
@@ -122,94 +95,34 @@ class Meeting:
             self._tell(self._points.depart(rank, how, is_lost=True))
 
     def close(self) -> None:
-        self._is_open = False
-        if threading.current_thread() is not self._thread:
-            self._thread.join(2 * _TICK_S)
-        with self._lock:
-            for caller in list(self._callers.values()):
-                self._drop(caller)
-            self._listener.close()
+        self._server.close()
 
     # -- the server's thread -------------------------------------------------------------------
 
-    def _serve(self) -> None:
-        while self._is_open:
-            for key, _ in self._selector.select(_TICK_S):
-                with self._lock:
-                    if key.fileobj is self._listener:
-                        self._accept()
-                    else:
-                        self._read(key.data)
-            with self._lock:
-                self._look_at_clock()
-
-    def _accept(self) -> None:
-        try:
-            sock, address = self._listener.accept()
-        except OSError:
-            return
-        sock.settimeout(_STRANGER_S)
-        caller = Caller(sock, str(address[0]))
-        self._callers[sock.fileno()] = caller
-        self._selector.register(sock, selectors.EVENT_READ, caller)
-        caller.send({"challenge": caller.challenge})
-
-    def _read(self, caller: Caller) -> None:
-        try:
-            messages = caller.frames.receive_available()
-        except (EOFError, OSError):
-            self._drop(caller)
-            return
-        caller.last_word = time.monotonic()
-        for message in messages:
-            try:
-                self._handle(caller, message)
-            except (KeyError, TypeError, ValueError, AttributeError):
-                self._drop(caller)  # Not the language of this meeting.
-                return
-
-    def _handle(self, caller: Caller, message: Message) -> None:
-        if not caller.frames.is_trusted:
-            self._check_proof(caller, message)
-        elif not caller.role:
+    def _handle(self, caller: Connection, message: Message) -> None:
+        rank = self._ranks.get(caller)
+        if rank is None:
             self._welcome(caller, message)
-        elif caller.role == "node":
-            if self._on_node is not None:
-                self._on_node(caller, message)
         else:
-            self._members[caller.rank].last_word = caller.last_word
-            getattr(self, f"_do_{message['do']}")(caller, message)
+            self._members[rank].last_word = time.monotonic()
+            getattr(self, f"_do_{message['do']}")(rank, message)
 
-    def _check_proof(self, caller: Caller, message: Message) -> None:
-        theirs = str(message.get("challenge"))
-        found = message.get("proof")
-        if not is_proof(found, self._secret, "caller", caller.challenge, theirs):
-            caller.send({"error": "secret"})
-            self._drop(caller)
-            return
-        caller.frames.is_trusted = True
-        caller.send({"proof": proof(self._secret, "host", theirs, caller.challenge)})
-
-    def _welcome(self, caller: Caller, message: Message) -> None:
-        role = str(message["role"])
-        if role == "node":
-            caller.role = role
-            if self._on_node is not None:
-                self._on_node(caller, message)
-            return
+    def _welcome(self, caller: Connection, message: Message) -> None:
         rank, size = int(message["rank"]), int(message["size"])
         refusal = self._refusal(rank, size, caller)
         if refusal is not None:
             caller.send({"error": refusal})
             return
-        caller.role, caller.rank = "rank", rank
-        self._by_rank[rank] = caller
-        self._members[rank] = Member(
-            rank, int(message["pid"]), str(message["host"]), "starting", caller.last_word
+        member = Member(
+            rank, int(message["pid"]), str(message["host"]), "starting", time.monotonic()
         )
+        caller.admit()
+        self._ranks[caller] = rank
+        self._by_rank[rank] = caller
+        self._members[rank] = member
         caller.send({"seed": self.seed})
 
-    def _refusal(self, rank: int, size: int, caller: Caller) -> str | None:
+    def _refusal(self, rank: int, size: int, caller: Connection) -> str | None:
         if size != self.size:
             return (
                 f"Rank {rank} at {caller.address} belongs to a world of {size} processes; this "
@@ -226,29 +139,18 @@ class Meeting:
             )
         return None
 
-    def _drop(self, caller: Caller) -> None:
-        file = caller.frames.fileno()
-        if self._callers.pop(file, None) is None:
-            return
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(caller.frames.socket)
-        caller.frames.close()
-        if caller.role == "node" and self._on_node is not None:
-            self._on_node(caller, None)
-        if caller.role == "rank" and not self._members[caller.rank].has_left:
-            self._members[caller.rank].is_lost = True
-            self._tell(self._points.depart(caller.rank, "is gone", is_lost=True))
+    def _part(self, caller: Connection, how: str) -> None:
+        rank = self._ranks.pop(caller, None)
+        if rank is not None and not self._members[rank].has_left:
+            self._members[rank].is_lost = True
+            self._tell(self._points.depart(rank, how, is_lost=True))
 
-    def _look_at_clock(self) -> None:
-        now = time.monotonic()
-        for caller in list(self._callers.values()):
-            if not caller.role and now - caller.since > _STRANGER_S:
-                self._drop(caller)
+    def _look_at_clock(self, now: float) -> None:
         for waiting in list(self._waiting_for):
             caller, key, deadline = waiting
             if now > deadline:
                 self._waiting_for.remove(waiting)
-                caller.send({"error": f"nobody has set {key!r}", "is_late": True})
+                caller.send(_not_set(key))
         if self._timeout_s is not None:
             for point in self._points.waited_at(now - self._timeout_s):
                 self._tell(self._points.give_up(point, self._overdue(point.missing, point.topic)))
@@ -264,22 +166,28 @@ class Meeting:
         )
 
     def _tell(self, answers: Answers) -> None:
+        encoded: dict[int, bytes] = {}  # Many are told the same.
         for rank, answer in answers:
             if rank in self._by_rank:
-                self._by_rank[rank].send(answer)
+                if id(answer) not in encoded:
+                    encoded[id(answer)] = _encoded(answer)
+                self._by_rank[rank].send_encoded(encoded[id(answer)])
+
+    def _answer(self, rank: int, answer: Message) -> None:
+        self._by_rank[rank].send(answer)
 
     # -- what a rank can say -------------------------------------------------------------------
 
-    def _do_exchange(self, caller: Caller, message: Message) -> None:
-        self._come(caller, message)
+    def _do_exchange(self, rank: int, message: Message) -> None:
+        self._come(rank, message)
 
-    def _do_follow(self, caller: Caller, message: Message) -> None:
-        self._come(caller, message)
+    def _do_follow(self, rank: int, message: Message) -> None:
+        self._come(rank, message)
 
-    def _come(self, caller: Caller, message: Message) -> None:
-        self._members[caller.rank].doing = str(message["topic"])
+    def _come(self, rank: int, message: Message) -> None:
+        self._members[rank].doing = str(message["topic"])
         answers = self._points.arrive(
-            caller.rank,
+            rank,
             message["do"],
             message["topic"],
             message["value"],
@@ -288,30 +196,31 @@ class Meeting:
         )
         self._tell(answers)
 
-    def _do_announce(self, caller: Caller, message: Message) -> None:
+    def _do_announce(self, rank: int, message: Message) -> None:
         self._tell(self._points.announce(message["topic"]))
 
-    def _do_listen(self, caller: Caller, message: Message) -> None:
-        self._tell(self._points.listen(caller.rank, message["topic"]))
+    def _do_listen(self, rank: int, message: Message) -> None:
+        self._tell(self._points.listen(rank, message["topic"]))
 
-    def _do_put(self, caller: Caller, message: Message) -> None:
+    def _do_put(self, rank: int, message: Message) -> None:
         self._keep(message["key"], message["value"])
-        caller.send({})
+        self._answer(rank, {})
 
-    def _do_get(self, caller: Caller, message: Message) -> None:
-        key = message["key"]
+    def _do_get(self, rank: int, message: Message) -> None:
+        key, timeout_s = message["key"], float(message["timeout_s"])
         if key in self._values:
-            caller.send({"value": self._values[key]})
+            self._answer(rank, {"value": self._values[key]})
+        elif timeout_s > 0:
+            self._waiting_for.append((self._by_rank[rank], key, time.monotonic() + timeout_s))
         else:
-            deadline = time.monotonic() + float(message["timeout_s"])
-            self._waiting_for.append((caller, key, deadline))
+            self._answer(rank, _not_set(key))
 
-    def _do_add(self, caller: Caller, message: Message) -> None:
+    def _do_add(self, rank: int, message: Message) -> None:
         key = message["key"]
         before = base64.b64decode(self._values[key]) if key in self._values else b"0"
         total = int(before) + int(message["amount"])
         self._keep(key, base64.b64encode(str(total).encode()).decode())
-        caller.send({"value": total})
+        self._answer(rank, {"value": total})
 
     def _keep(self, key: str, value: str) -> None:
         self._values[key] = value
@@ -319,16 +228,24 @@ class Meeting:
             self._waiting_for.remove(waiting)
             waiting[0].send({"value": value})
 
-    def _do_alive(self, caller: Caller, message: Message) -> None:
-        self._members[caller.rank].doing = str(message["doing"])
+    def _do_alive(self, rank: int, message: Message) -> None:
+        self._members[rank].doing = str(message["doing"])
 
-    def _do_leave(self, caller: Caller, message: Message) -> None:
-        member = self._members[caller.rank]
+    def _do_leave(self, rank: int, message: Message) -> None:
+        member = self._members[rank]
         member.has_left = True
         member.doing = "ended"
-        self._tell(self._points.depart(caller.rank, "has ended its program", is_lost=False))
-        caller.send({})
+        self._tell(self._points.depart(rank, "has ended its program", is_lost=False))
+        self._answer(rank, {})
 
 
-def _family(host: str) -> Any:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
+def _encoded(answer: Message) -> bytes:
+    """An answer as it is sent; where it cannot be, all that wait for it must learn that."""
+    try:
+        return encode(answer)
+    except Exception as error:
+        return encode({"error": f"What the processes exchanged cannot be sent back: {error!r}."})
+
+
+def _not_set(key: str) -> Message:
+    return {"error": f"nobody has set {key!r}", "is_late": True}

@@ -9,17 +9,17 @@ import contextlib
 import dataclasses
 import select
 import socket
-import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from unisono.errors import LaunchError
-from unisono.launch.wire import Frames, Message, answer_greeting
+from unisono.launch.network import join_address
+from unisono.launch.server import Connection, Server
+from unisono.launch.wire import Frames, Message, TamperedError
 from unisono.launch.world import connect
 
-_STRANGER_S = 10.0
 _SEND_S = 3.0
 _POLL_S = 0.1
 _CLOSE_S = 1.0
@@ -46,6 +46,7 @@ class Peer:
         self.hello = hello
         self.last_word = time.monotonic()
         self.is_gone = False
+        self.how_lost = ""
         self._frames = frames
         frames.socket.settimeout(_SEND_S)
 
@@ -69,9 +70,12 @@ class Peer:
             try:
                 messages += self._frames.receive_available()
                 self.last_word = time.monotonic()
+            except TamperedError as error:
+                self._hang_up(str(error))
             except (EOFError, OSError):
-                self.is_gone = True
-                self._frames.close()
+                self._hang_up()
+            except Exception as error:
+                self._hang_up(f"what it said makes no sense ({error!r})")
         return messages
 
     def close(self) -> None:
@@ -82,6 +86,11 @@ class Peer:
         while not self.is_gone and time.monotonic() < deadline:
             self.receive()
             time.sleep(0.01)
+        self._hang_up()
+
+    def _hang_up(self, why: str = "its launcher is gone") -> None:
+        if not self.is_gone:
+            self.how_lost = why
         self.is_gone = True
         self._frames.close()
 
@@ -110,21 +119,14 @@ class Peers:
 class Host:
     """Node 0's side: gathers the other launchers, and turns away who does not fit."""
 
-    def __init__(self, own: Hello, port: int, secret: str) -> None:
-        family = socket.AF_INET6 if ":" in own.host else socket.AF_INET
-        try:
-            self._listener = socket.create_server((own.host, port), family=family, backlog=128)
-        except OSError as error:
-            raise LaunchError(
-                f"Cannot listen at {own.host}:{port}, the coordinator's address: {error}. Is "
-                "another run there? Choose another port, the same on all nodes."
-            ) from error
+    def __init__(self, own: Hello, ports: Sequence[int], secret: str) -> None:
+        """Listens at the first of the ports that can be had."""
         self._own = own
-        self._secret = secret
-        self._lock = threading.Lock()
         self._peers: dict[int, Peer] = {}
         self._is_complete = False
-        threading.Thread(target=self._accept, name="unisono-nodes", daemon=True).start()
+        self._server = self._listen(ports, secret)
+        self._lock = self._server.lock
+        self._server.start()
 
     def gather(self, timeout_s: float) -> list[Peer]:
         """All other nodes' launchers, in order; LaunchError where some do not come."""
@@ -140,10 +142,22 @@ class Host:
         return peers
 
     def close(self) -> None:
-        # Closing alone does not wake a thread that waits in accept().
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        self._server.close()
+
+    def _listen(self, ports: Sequence[int], secret: str) -> Server:
+        host = self._own.host
+        for port in ports:
+            try:
+                return Server(
+                    secret, host=host, port=port, name="unisono-nodes", on_message=self._welcome
+                )
+            except OSError as error:
+                reason = error
+        places = " or ".join(join_address(host, port) for port in ports)
+        raise LaunchError(
+            f"Cannot listen at {places}, the coordinator's address: {reason}. Is another run "
+            "there? Choose another port, the same on all nodes: --coordinator host:port."
+        ) from reason
 
     def _present(self) -> dict[int, Peer]:
         with self._lock:
@@ -165,32 +179,14 @@ class Host:
             peer.send({"do": "refuse", "reason": reason})
         return LaunchError(reason)
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:
-                return
-            # One that says nothing must not keep the others waiting.
-            threading.Thread(target=self._meet, args=(sock,), daemon=True).start()
-
-    def _meet(self, sock: socket.socket) -> None:
-        sock.settimeout(_STRANGER_S)
-        frames = Frames(sock)
-        try:
-            answer_greeting(frames, self._secret)
-            hello = Hello(**frames.receive())
-        except (EOFError, OSError, TypeError, LaunchError):
-            frames.close()
-            return
-        with self._lock:
-            reason = self._refusal(hello)
-            if reason is None:
-                self._peers[hello.node] = Peer(frames, hello)
-                return
-        with contextlib.suppress(OSError):
-            frames.send({"do": "refuse", "reason": reason})
-        frames.close()
+    def _welcome(self, connection: Connection, message: Message) -> None:
+        hello = Hello(**message)
+        reason = self._refusal(hello)
+        if reason is None:
+            connection.admit()
+            self._peers[hello.node] = Peer(self._server.detach(connection), hello)
+        else:
+            connection.send({"do": "refuse", "reason": reason})
 
     def _refusal(self, hello: Hello) -> str | None:
         own = self._own
@@ -220,8 +216,11 @@ def call_host(coordinator: str, secret: str, hello: Hello, timeout_s: float) -> 
             if message.get("do") == "refuse":
                 peer.close()
                 raise LaunchError(str(message["reason"]))
+            if "dropped" in message:
+                peer.close()
+                raise LaunchError(f"Node 0's launcher cut this node off: {message['dropped']}.")
         time.sleep(_POLL_S)
-    reason = "closed the connection" if peer.is_gone else f"did not begin within {timeout_s:g} s"
+    reason = f"is lost: {peer.how_lost}" if peer.is_gone else f"did not begin in {timeout_s:g} s"
     peer.close()
     raise LaunchError(f"The launcher of node 0 at {coordinator} {reason}. See what it printed.")
 

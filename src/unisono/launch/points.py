@@ -121,15 +121,14 @@ class Points:
 
     def _answers(self, point: Point) -> Answers:
         if point.error is not None:
-            told = [(rank, point.error) for rank in sorted(point.waiting)]
+            answer = point.error
         elif point.kind == "follow" and point.ranks[0] in point.values:
-            value = point.values[point.ranks[0]]
-            told = [(rank, {"value": value}) for rank in sorted(point.waiting)]
+            answer = {"value": point.values[point.ranks[0]]}
         elif not point.missing:
-            values = [point.values[rank] for rank in point.ranks]
-            told = [(rank, {"value": values}) for rank in sorted(point.waiting)]
+            answer = {"value": [point.values[rank] for rank in point.ranks]}
         else:
             return []
+        told = [(rank, answer) for rank in sorted(point.waiting)]
         point.waiting.clear()
         return told
 

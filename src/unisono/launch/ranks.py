@@ -136,7 +136,9 @@ class Rank:
         *lines, self._told = self._told.split(b"\n")
         for line in lines:
             # The first word counts: what comes after an exception is what it led to.
-            self.report = self.report or json.loads(line)
+            # Of what makes no sense, as programs can change anything, the exit code says enough.
+            with contextlib.suppress(ValueError, RecursionError):
+                self.report = self.report or json.loads(line)
 
 
 class Ranks:

@@ -51,6 +51,8 @@ class Request:
     num_nodes: int = 1
     node: int = 0
     coordinator: str | None = None
+    other_ports: tuple[int, ...] = ()
+    """Where node 0 listens if the coordinator's port is taken, and the other nodes look for it."""
     secret: str | None = None
     """What the nodes' launchers share; the user's own where none is given."""
     interface: str | None = None
@@ -173,7 +175,7 @@ def _host_nodes(
 ) -> tuple[Facts, Peers, Meeting | None]:
     host = network.own_address(name, request.interface)
     own = _hello(request, host)
-    hosting = Host(own, port, shared)
+    hosting = Host(own, (port, *request.other_ports), shared)
     stack.callback(hosting.close)
     peers = hosting.gather(request.start_timeout_s)
     stack.callback(Peers(peers).close)

@@ -16,13 +16,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from unisono.errors import DisagreementError, LaunchError, PeerLostError
-from unisono.launch.wire import Frames, Message, greet
+from unisono.launch.wire import Frames, Message, TamperedError, greet
 from unisono.topology import Topology
 
 HOST = "UNISONO_HOST"
 _HEARTBEAT_S = 1.0
 _GET_TIMEOUT_S = 300.0
 _RETRY_S = 0.2
+_TRY_S = 10.0
 
 
 class World:
@@ -49,8 +50,8 @@ class World:
         self._frames = connect(topology.coordinator, secret, start_timeout_s)
         self.host = os.environ.get(HOST) or self._frames.socket.getsockname()[0]
         """The address at which other processes reach this one."""
-        me = {"rank": self.rank, "size": self.size, "pid": self._pid, "host": self.host}
-        answer = self._ask({"role": "rank", **me})
+        me: Message = {"rank": self.rank, "size": self.size, "pid": self._pid, "host": self.host}
+        answer = self._ask(me)
         if "error" in answer:
             raise LaunchError(str(answer["error"]))
         self.seed = int(answer["seed"])
@@ -136,12 +137,24 @@ class World:
         with self._asking:
             try:
                 self._send(message)
-                return self._frames.receive()
+                answer = self._frames.receive()
+            except TamperedError as error:
+                self._frames.close()
+                raise LaunchError(
+                    f"Rank {self.rank} listened to the run's meeting point: {error}. Something "
+                    "between the hosts changes what they send: look at proxies, and at who else is "
+                    "on this network."
+                ) from error
             except (EOFError, OSError) as error:
                 raise PeerLostError(
                     "The run's meeting point is gone, and with it most likely the launcher or the "
                     f"first node: {error or 'the connection was closed'}."
                 ) from error
+        if "dropped" in answer:
+            raise LaunchError(
+                f"The run's meeting point cut rank {self.rank} off: {answer['dropped']}."
+            )
+        return answer
 
     def _send(self, message: Message) -> None:
         with self._sending:
@@ -157,34 +170,32 @@ class World:
 
 
 def connect(coordinator: str, secret: str, timeout_s: float) -> Frames:
-    """A trusted line to the meeting point, which may not be there yet."""
+    """A trusted line to the meeting point, which may not be there yet, or have much to do."""
     host, _, port = coordinator.rpartition(":")
     deadline = time.monotonic() + timeout_s
     while True:
+        left_s = max(0.1, deadline - time.monotonic())
         try:
-            sock = socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s)
-            break
-        except OSError as error:
+            return greet_at(host.strip("[]"), int(port), secret, min(left_s, _TRY_S))
+        except (EOFError, OSError) as error:
             if time.monotonic() > deadline:
                 raise LaunchError(
                     f"No answer from the run's meeting point at {coordinator} within "
-                    f"{timeout_s:g} s: {error}. Check that the first node was started, that the "
-                    "address is its own, and that no firewall stands between."
+                    f"{timeout_s:g} s: {error or 'it closed the connection'}. Check that the first "
+                    "node was started, that the address is its own, and that no firewall stands "
+                    "between."
                 ) from error
             time.sleep(_RETRY_S)
-    frames = Frames(sock)
+
+
+def greet_at(host: str, port: int, secret: str, timeout_s: float) -> Frames:
+    """A trusted line to who proves the secret at an address; errors as of `greet`."""
+    sock = socket.create_connection((host, port), timeout=timeout_s)
     try:
-        greet(frames, secret)
-    except (EOFError, OSError) as error:
-        frames.close()
-        raise LaunchError(
-            f"What listens at {coordinator} is not the meeting point of this run."
-        ) from error
-    except LaunchError:
-        frames.close()
+        return greet(sock, secret, timeout_s)
+    except BaseException:
+        sock.close()
         raise
-    sock.settimeout(None)
-    return frames
 
 
 _world: World | None = None

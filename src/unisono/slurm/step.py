@@ -6,13 +6,12 @@ names the line to change.
 """
 
 import re
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from unisono.errors import LaunchError
 from unisono.launch.foreign import Place, find, first_host, ports_of
-from unisono.launch.network import join_address, own_address
+from unisono.launch.network import join_address
 from unisono.launch.secret import secret_of_run, shared_secret
 from unisono.topology import Topology, is_slurm_task, read_topology
 
@@ -134,29 +133,22 @@ def remark_on_allocation(env: Mapping[str, str]) -> str:
     )
 
 
-def coordinator(step: Step, env: Mapping[str, str], timeout_s: float) -> tuple[str, str]:
-    """Where the launchers of a job's nodes meet, and the secret of this run alone."""
+def coordinator(
+    step: Step, env: Mapping[str, str], timeout_s: float
+) -> tuple[str, tuple[int, ...], str]:
+    """Where the launchers of a job's nodes meet, and the secret of this run alone.
+
+    The ports are those that the first node may take in place of the address' own, which the other
+    nodes look for as well.
+    """
     run = " ".join(["slurm nodes", str(step.num_nodes), *(env.get(name, "") for name in _RUN)])
     host = first_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST", ""))
     secret = secret_of_run(shared_secret(env), run)
     place = Place(run, host, ports_of(run))
     if step.node:
-        return find(place, secret, timeout_s), secret
-    return join_address(host, _free_port(own_address(host), place.ports)), secret
-
-
-def _free_port(host: str, ports: tuple[int, ...]) -> int:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    for port in ports:
-        try:
-            socket.create_server((host, port), family=family).close()
-        except OSError:
-            continue
-        return port
-    raise LaunchError(
-        f"Found none of the ports {', '.join(map(str, ports))} free on {host}. Name one: `unisono "
-        "run --nodes … --node-rank $SLURM_NODEID --coordinator host:port`."
-    )
+        return find(place, secret, timeout_s), (), secret
+    first, *others = place.ports
+    return join_address(host, first), tuple(others), secret
 
 
 def _number(text: str) -> int:

@@ -1,0 +1,318 @@
+"""The authenticated socket server of a run: what one connection does can end that one alone.
+
+One thread serves all and never waits for one of them: what cannot be sent at once is kept. Who has
+not proved the secret yet has a few seconds, is never parsed, and is one of a limited number. Where
+more come, the oldest go, so that a flood of strangers passes and who knows the secret gets in.
+"""
+
+import contextlib
+import logging
+import resource
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from unisono.launch.wire import (
+    REFUSAL,
+    Frames,
+    Handshake,
+    Message,
+    Session,
+    TamperedError,
+    encode,
+    tune,
+)
+
+_TICK_S = 0.5
+_STRANGER_S = 10.0
+_GRACE_S = 0.05
+"""How long strangers stay even where others want in: enough for who knows the secret."""
+_MOST_STRANGERS = 128
+_STRANGERS_PER_FILE = 1 / 8
+_NO_FILES_S = 0.5
+_BACKLOG = 1024
+
+_logger = logging.getLogger("unisono")
+
+
+class Connection:
+    """One connection, as the server sees it."""
+
+    def __init__(self, server: "Server", sock: socket.socket, address: str) -> None:
+        self.address = address
+        self.since = time.monotonic()
+        self.socket = sock
+        self.handshake = Handshake(server.secret, server.port)
+        self.session: Session | None = None
+        self.outgoing = bytearray()
+        self._server = server
+
+    def admit(self) -> None:
+        """Let it stay, as its owner knows who it is; all others have to go after a while."""
+        self._server.admit(self)
+
+    def send(self, message: Message) -> None:
+        self.send_encoded(encode(message))
+
+    def send_encoded(self, data: bytes) -> None:
+        """Send, now or as soon as the other end reads; nothing where it is gone."""
+        assert self.session is not None
+        self._server.write(self, self.session.seal(data))
+
+
+class Server:
+    """Listens at one address; calls its owner from a thread of its own, with `lock` held.
+
+    `on_message(connection, message)` is called with what arrives from who has proved the secret,
+    `on_end(connection, how)` when such a connection has ended, `how` completing a sentence on who
+    was there, and `on_tick(now)` at least twice a second. What they raise ends the connection whose
+    message led to it.
+    """
+
+    def __init__(
+        self,
+        secret: str,
+        *,
+        host: str,
+        port: int,
+        name: str,
+        on_message: Callable[[Connection, Message], None],
+        on_end: Callable[[Connection, str], None] = lambda connection, how: None,
+        on_tick: Callable[[float], None] = lambda now: None,
+    ) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        self._listener.setblocking(False)
+        self.secret = secret
+        self.host: str
+        self.port: int
+        self.host, self.port = self._listener.getsockname()[:2]
+        self.lock = threading.RLock()
+        self._on_message = on_message
+        self._on_end = on_end
+        self._on_tick = on_tick
+        self._connections: set[Connection] = set()
+        self._newcomers: dict[Connection, None] = {}  # In the order in which they came.
+        self._most_strangers = _most_strangers()
+        self._is_open = True
+        self._next_look = 0.0
+        self._paused_until: float | None = None
+        self._has_complained = False
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening, and end all connections that were not detached."""
+        self._is_open = False
+        if threading.current_thread() is not self._thread:
+            self._thread.join(2 * _TICK_S)
+        with self.lock:
+            for connection in list(self._connections):
+                self._forget(connection)
+                connection.socket.close()
+            self._listener.close()
+
+    def admit(self, connection: Connection) -> None:
+        self._newcomers.pop(connection, None)
+
+    def detach(self, connection: Connection) -> Frames:
+        """Take a connection out of the server's hands; it then belongs to the caller."""
+        assert connection.session is not None
+        self._forget(connection)
+        connection.socket.setblocking(True)
+        return Frames(connection.socket, connection.session)
+
+    def write(self, connection: Connection, data: bytes) -> None:
+        with self.lock:
+            if connection in self._connections:
+                connection.outgoing += data
+                self._flush(connection)
+
+    # -- the server's thread -------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        while self._is_open:
+            try:
+                for key, mask in self._selector.select(self._patience_s()):
+                    with self.lock:
+                        if key.fileobj is self._listener:
+                            self._accept()
+                        else:
+                            self._attend(key.data, mask)
+                with self.lock:
+                    self._look_at_clock(time.monotonic())
+            except Exception:  # Ours, not a connection's; the others must not suffer for it.
+                _logger.exception("The server at %s port %d failed; it goes on.", *self._place)
+                time.sleep(_TICK_S)
+
+    @property
+    def _place(self) -> tuple[str, int]:
+        return self.host, self.port
+
+    def _patience_s(self) -> float:
+        until = self._next_look
+        if self._paused_until is not None:
+            until = min(until, self._paused_until)
+        return max(0.0, until - time.monotonic())
+
+    def _accept(self) -> None:
+        if not self._has_room():
+            return
+        try:
+            sock, address = self._listener.accept()
+        except (BlockingIOError, ConnectionError):
+            return
+        except OSError as error:  # Most likely no file descriptor is left.
+            if not self._drop_oldest_stranger():
+                self._complain(error)
+                self._pause(_NO_FILES_S)
+            return
+        try:
+            sock.setblocking(False)
+            tune(sock)
+            connection = Connection(self, sock, str(address[0]))
+            self._selector.register(sock, selectors.EVENT_READ, connection)
+        except OSError:
+            sock.close()
+            return
+        self._connections.add(connection)
+        self._newcomers[connection] = None
+        self.write(connection, connection.handshake.greeting)
+
+    def _has_room(self) -> bool:
+        """Whether one more stranger may come in, for which the oldest may have to go."""
+        strangers = self._strangers()
+        if len(strangers) < self._most_strangers:
+            return True
+        age_s = time.monotonic() - strangers[0].since
+        if age_s < _GRACE_S:
+            self._pause(_GRACE_S - age_s)
+            return False
+        return self._drop_oldest_stranger()
+
+    def _strangers(self) -> list[Connection]:
+        return [each for each in self._newcomers if each.session is None]
+
+    def _drop_oldest_stranger(self) -> bool:
+        strangers = self._strangers()
+        if strangers:
+            self._drop(strangers[0], "made room for others")
+        return bool(strangers)
+
+    def _complain(self, error: OSError) -> None:
+        if not self._has_complained:
+            self._has_complained = True
+            _logger.warning(
+                "Nobody else can connect to %s port %d now: %s. Raise the limit of open files "
+                "(ulimit -n) if this lasts.",
+                *self._place,
+                error,
+            )
+
+    def _pause(self, seconds: float) -> None:
+        """Accept nobody for a while. What waits would otherwise wake this thread all the time."""
+        self._selector.unregister(self._listener)
+        self._paused_until = time.monotonic() + seconds
+
+    def _attend(self, connection: Connection, mask: int) -> None:
+        if connection not in self._connections:
+            return  # It went while others were attended to.
+        try:
+            if mask & selectors.EVENT_WRITE:
+                self._flush(connection)
+            if mask & selectors.EVENT_READ:
+                self._read(connection)
+        except (TamperedError, PermissionError) as error:
+            self._drop(connection, "was cut off", str(error))
+        except (EOFError, OSError):
+            self._drop(connection, "is gone")
+        except Exception as error:
+            reason = f"the rendezvous cannot make sense of what it said ({error!r})"
+            self._drop(connection, "was cut off", reason)
+
+    def _read(self, connection: Connection) -> None:
+        data = connection.socket.recv(1 << 16)
+        if not data:
+            raise EOFError
+        if connection.session is None:
+            self._go_on_with_handshake(connection, data)
+            return
+        connection.session.feed(data)
+        while connection in self._connections:
+            message = connection.session.take()
+            if message is None:
+                return
+            self._on_message(connection, message)
+
+    def _go_on_with_handshake(self, connection: Connection, data: bytes) -> None:
+        try:
+            done = connection.handshake.feed(data)
+        except PermissionError:
+            self.write(connection, REFUSAL)
+            raise
+        if done is not None:
+            answer, connection.session = done
+            self.write(connection, answer)
+
+    def _flush(self, connection: Connection) -> None:
+        try:
+            num_sent = connection.socket.send(connection.outgoing)
+        except BlockingIOError:
+            num_sent = 0
+        except OSError:  # That it is gone is noticed where it is read.
+            num_sent = len(connection.outgoing)
+        del connection.outgoing[:num_sent]
+        events = selectors.EVENT_READ
+        if connection.outgoing:
+            events |= selectors.EVENT_WRITE
+        if self._selector.get_key(connection.socket).events != events:
+            self._selector.modify(connection.socket, events, connection)
+
+    def _drop(self, connection: Connection, how: str, reason: str = "") -> None:
+        """End a connection; the owner hears of it if it had proved the secret."""
+        if connection not in self._connections:
+            return
+        text = f"{how}: {reason}" if reason else how
+        is_stranger = connection.session is None
+        who = connection.address, self.port
+        # Anybody can make us say this of strangers, as often as they like.
+        level = logging.WARNING if reason and not is_stranger else logging.DEBUG
+        _logger.log(level, "Who connected from %s to port %d %s.", *who, text)
+        if reason and not is_stranger:
+            connection.send({"dropped": reason})
+        self._forget(connection)
+        connection.socket.close()
+        if not is_stranger:
+            self._on_end(connection, text)
+
+    def _forget(self, connection: Connection) -> None:
+        self._connections.remove(connection)
+        self._newcomers.pop(connection, None)
+        with contextlib.suppress(KeyError, ValueError, OSError):
+            self._selector.unregister(connection.socket)
+
+    def _look_at_clock(self, now: float) -> None:
+        if self._paused_until is not None and now >= self._paused_until:
+            self._paused_until = None
+            self._selector.register(self._listener, selectors.EVENT_READ)
+        if now < self._next_look:
+            return
+        self._next_look = now + _TICK_S
+        for connection in list(self._newcomers):
+            if now - connection.since > _STRANGER_S:
+                self._drop(connection, "did not say in time who it is")
+        self._on_tick(now)
+
+
+def _most_strangers() -> int:
+    """So few that the process can still open all that it needs."""
+    most_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most_files == resource.RLIM_INFINITY:
+        return _MOST_STRANGERS
+    return max(4, min(_MOST_STRANGERS, int(most_files * _STRANGERS_PER_FILE)))
