@@ -25,6 +25,7 @@ from unisono.bench.report import TITLES, plot, table, to_json
 from unisono.bench.script import race_script
 from unisono.devices import num_gpus
 from unisono.errors import BenchError
+from unisono.replacing import replacing
 
 _BUSY = 0.5
 _ROUNDS = 5
@@ -93,11 +94,13 @@ def run(options: argparse.Namespace) -> int:
             print(f"\n{table(race, titles)}", flush=True)
             if options.output is not None:  # What is measured is not lost with the rest.
                 told = [to_json(each, titles) for each in races]
-                (options.output / "bench.json").write_text(json.dumps(told, indent=1))
+                with replacing(options.output / "bench.json") as draft:
+                    draft.path.write_text(json.dumps(told, indent=1))
     if busy:
         print(f"It was at {load:.2f} before the start: measure again when it is quiet.")
     if options.output is not None:
-        plot(races, options.output / "bench.png")
+        with replacing(options.output / "bench.png") as draft:
+            plot(races, draft.path)
         print(f"\nresults: {options.output}")
     return 0
 

@@ -54,6 +54,8 @@ def spread(
     """Train a model on devices that are chosen already: what `parallel` and its old names share."""
     import keras
 
+    from unisono.engines.saving import protect_saves
+
     check_model(model)
     _check_optimizer(model)
     engine = load_engine(keras.backend.backend())
@@ -66,6 +68,7 @@ def spread(
     else:
         engine.prepare(placement)
     vars(model)[_ADOPTED] = engine.adopt(model, placement, sync_batch_norm=sync_batch_norm)
+    protect_saves(model)
     _watch_fits(model, placement)
     _announce_at_first_fit(model, placement, engine.backend)
     return model
@@ -89,8 +92,10 @@ def release(model: "keras.Model") -> "keras.Model":
     """
     adopted: Adopted | None = vars(model).get(_ADOPTED)
     if adopted is not None:
+        from unisono.engines.saving import SAVES
+
         adopted.release()
-        unbind(model, _ADOPTED, "fit")
+        unbind(model, _ADOPTED, "fit", *SAVES)
     return model
 
 
@@ -140,8 +145,10 @@ def _watch_fits(model: Any, placement: Placement) -> None:
     from unisono.engines.memory_watch import GiveBack
     from unisono.engines.preemption import MakeRoom
     from unisono.engines.publishing import Publish
+    from unisono.engines.saving import protect_backups
 
     def watchers(callbacks: list[Any], given: dict[str, Any]) -> list[Any]:
+        protect_backups(callbacks)
         is_told = any(hasattr(callback, "on_preempt") for callback in callbacks)
         chosen: list[Any] = [MakeRoom(callbacks)] if is_listening() or is_told else []
         chosen += [callback.steps for callback in callbacks if isinstance(callback, LooksAtSteps)]

@@ -92,7 +92,7 @@ def test_only_what_runs_published_is_forgotten(tmp_path, monkeypatch):
     for path in sorted(files, reverse=True):
         os.utime(path, (week_ago, week_ago), follow_symlinks=False)
     os.utime(runs / "fresh", (week_ago, week_ago))  # Of a run that has gone on for long.
-    before = {path for path in tmp_path.rglob("*")}
+    before = set(tmp_path.rglob("*"))
     net().fit(X, Y, batch_size=8, verbose=0)
     gone = {str(path.relative_to(runs)) for path in before - set(tmp_path.rglob("*"))}
     expected = {mine.name, "old"}
