@@ -23,7 +23,7 @@ from unisono.bench.peers import PEERS
 from unisono.bench.race import Race, Way, run_race
 from unisono.bench.report import TITLES, plot, table, to_json
 from unisono.bench.script import race_script
-from unisono.devices import num_gpus
+from unisono.devices import check_cores, num_gpus
 from unisono.errors import BenchError
 from unisono.replacing import replacing
 
@@ -77,6 +77,8 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     chosen = _backends(options.backend)
+    if not num_gpus():
+        check_cores("--replicas", max(options.replicas))
     _make_room(options.output)
     load, num_cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     print(f"load before the start: {load:.2f} on {num_cores} cores", flush=True)

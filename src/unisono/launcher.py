@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from unisono.devices import Selection, choose, describe, num_gpus, select
+from unisono.devices import Selection, choose, describe, num_gpus, remark_on_cores, select
 from unisono.devices.cpu import num_cores
 from unisono.errors import DeviceError
 from unisono.launch.hosts import how_to_start, local_names, merge_local, parse_hosts, spread
@@ -94,7 +94,7 @@ def request_of(options: argparse.Namespace, step: Step | None = None) -> Request
     if options.legacy:
         _check_source(program[0])
     num_processes, gpus = _devices(options, step)
-    if step is not None and gpus is None:
+    if gpus is None or gpus.is_simulated:
         _remark_on_cores(step, num_processes)
     return Request(
         program=program,
@@ -242,15 +242,16 @@ def _devices(options: argparse.Namespace, step: Step | None) -> tuple[int, Selec
         ) from error
 
 
-def _remark_on_cores(step: Step, num_processes: int) -> None:
-    cores = num_cores()
-    if num_processes > cores and step.is_first:
-        print(
-            f"unisono: {num_processes} processes share the {cores} core(s) that Slurm gave this "
-            f"task. A job gets more by #SBATCH --cpus-per-task={num_processes}",
-            file=sys.stderr,
-            flush=True,
+def _remark_on_cores(step: Step | None, num_processes: int) -> None:
+    remark = remark_on_cores(num_processes, "processes")
+    if remark is None or (step is not None and not step.is_first):
+        return
+    if step is not None:
+        remark = (
+            f"{num_processes} processes share the {num_cores()} core(s) that Slurm gave this "
+            f"task. A job gets more by #SBATCH --cpus-per-task={num_processes}"
         )
+    print(f"unisono: {remark}", file=sys.stderr, flush=True)
 
 
 def _chosen(options: argparse.Namespace) -> tuple[int, Selection | None]:

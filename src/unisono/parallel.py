@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from unisono.data import nearest_divisible
-from unisono.devices import Placement, choose, choose_own, simulated_gpus
+from unisono.devices import Placement, choose, choose_own, simulated_gpus, warn_of_cores
 from unisono.devices.host_memory import is_kept
 from unisono.engines import Adopted, load_engine
 from unisono.engines.hooks import bind, original, unbind
@@ -78,7 +78,9 @@ def place(*, replicas: int | None, gpus: int | Sequence[int] | None) -> Placemen
     """The devices that a request means: this machine's, or this process' own in a run of more."""
     world = current_world()
     if world is None:
-        return choose(replicas=replicas, gpus=gpus, num_visible_gpus=count_gpus())
+        placement = choose(replicas=replicas, gpus=gpus, num_visible_gpus=count_gpus())
+        warn_of_cores(placement)
+        return placement
     return choose_own(world.topology, replicas=replicas, gpus=gpus, num_visible_gpus=count_gpus())
 
 

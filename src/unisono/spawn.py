@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from unisono.devices import Placement, choose, current_policy, num_gpus, select
+from unisono.devices import Placement, choose, current_policy, num_gpus, select, warn_of_cores
 from unisono.devices.cpu import num_cores
 from unisono.errors import StrategyError
 from unisono.imports import keras_backend
@@ -51,6 +51,7 @@ def spawn(
             "program that runs alone."
         )
     placement = choose(replicas=replicas, gpus=gpus, num_visible_gpus=num_gpus())
+    warn_of_cores(placement)
     task = _pack(function, args, kwargs or {})
     secret = new_secret()
     meeting = Meeting(placement.num_replicas, secret, timeout_s=_seconds(TIMEOUT, _TIMEOUT_S))

@@ -1,5 +1,6 @@
 """Whatever goes wrong, the model keeps its values and the next call works."""
 
+import sys
 import warnings
 
 import keras
@@ -36,6 +37,38 @@ def model():
 def test_what_is_no_model_is_refused(thing):
     with pytest.raises(unisono.ModelError, match=r"takes a keras\.Model"):
         unisono.parallel(thing, replicas=2)
+
+
+@pytest.mark.parametrize("entry", ["parallel", "Strategy", "spawn", "variable", "gpus"])
+def test_a_number_of_replicas_that_no_machine_has(entry, monkeypatch):
+    monkeypatch.delenv("UNISONO_OVERSUBSCRIBE", raising=False)
+    found = r"this machine has \d+ core"
+    if entry == "variable":
+        monkeypatch.setenv("UNISONO_REPLICAS", "1000000")
+    calls = {
+        "parallel": lambda: unisono.parallel(plain(), replicas=10**6),
+        "Strategy": lambda: unisono.Strategy(replicas=10**6),
+        "spawn": lambda: unisono.spawn(print, replicas=10**6),
+        "variable": lambda: unisono.parallel(plain()),
+        "gpus": lambda: unisono.parallel(plain(), gpus=10**15),
+    }
+    if entry == "gpus":
+        found = r"this machine has \d+ GPU"
+    with pytest.raises(unisono.DeviceError, match=found):
+        calls[entry]()
+
+
+def test_one_warning_of_replicas_that_share_cores(monkeypatch):
+    choice = sys.modules["unisono.devices.choice"]
+    monkeypatch.setattr(choice, "num_cores", lambda: 1)
+    monkeypatch.setattr(choice, "_has_warned", False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            unisono.parallel(plain(), replicas=2)
+    told = [str(each.message) for each in caught if "take turns" in str(each.message)]
+    assert told == ["2 CPU replicas share 1 core, and take turns on them: no speed-up."]
+    assert [each.filename for each in caught if "take turns" in str(each.message)] == [__file__]
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.bench.nets import PER_REPLICA, data, make
+from unisono.devices import OVERSUBSCRIBE
 
 _BYTES = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8, "s32": 4, "u32": 4, "s64": 8, "pred": 1}
 _SUM = re.compile(r"= (.+?) all-reduce\(")
@@ -65,7 +66,7 @@ def measure(net: str, num_replicas: int, rows: int = 1) -> Program:
     """Compile and run one step in a process of its own."""
     with tempfile.TemporaryDirectory(prefix="unisono-bench-") as folder:
         flags = f"--xla_dump_to={folder} --xla_dump_hlo_as_text"
-        env = {**os.environ, "KERAS_BACKEND": "jax", "UNISONO_RUNS": ""}
+        env = {**os.environ, "KERAS_BACKEND": "jax", "UNISONO_RUNS": "", OVERSUBSCRIBE: "1"}
         env["XLA_FLAGS"] = f"{env.get('XLA_FLAGS', '')} {flags}".strip()
         words = ["--net", net, "--rows", str(rows), "--inside", str(num_replicas)]
         command = [sys.executable, "-m", "unisono.bench.scaling", *words]
