@@ -17,8 +17,10 @@ from unisono.devices import Selection, choose, describe, num_gpus, remark_on_cor
 from unisono.devices.cpu import num_cores
 from unisono.errors import DeviceError
 from unisono.launch.hosts import how_to_start, local_names, merge_local, parse_hosts, spread
+from unisono.launch.network import address_of
 from unisono.launch.plan import START_TIMEOUT, TIMEOUT
 from unisono.launch.start import Request, check_program, start
+from unisono.scratch import sweep
 from unisono.slurm.step import (
     Step,
     coordinator,
@@ -78,6 +80,7 @@ def run(options: argparse.Namespace) -> int:
         request = request_of(options, step)
     except _UsageError as error:
         options.parser.error(str(error))
+    sweep()
     return start(request)
 
 
@@ -91,6 +94,8 @@ def request_of(options: argparse.Namespace, step: Step | None = None) -> Request
         options.nodes, options.node_rank = step.num_nodes, step.node
         options.coordinator, secret = coordinator(step, os.environ, options.start_timeout)
     _check_nodes(options)
+    if options.interface is not None:
+        address_of(options.interface)  # Though one process uses none: a typing error is told now.
     if options.legacy:
         _check_source(program[0])
     num_processes, gpus = _devices(options, step)

@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from unisono.data import nearest_divisible
@@ -10,7 +10,7 @@ from unisono.devices import Placement, choose, choose_own, simulated_gpus, warn_
 from unisono.devices.host_memory import is_kept
 from unisono.engines import Adopted, load_engine
 from unisono.engines.hooks import bind, original, unbind
-from unisono.errors import ModelError
+from unisono.errors import ModelError, StrategyError
 from unisono.events import runs_folder
 from unisono.launch.warning import is_listening
 from unisono.launch.world import current_world
@@ -92,7 +92,8 @@ def release(model: "keras.Model") -> "keras.Model":
     >>> release(model) is model
     True
     """
-    adopted: Adopted | None = vars(model).get(_ADOPTED)
+    check_model(model, "release")
+    adopted = adopted_as(model)
     if adopted is not None:
         from unisono.engines.saving import SAVES
 
@@ -120,14 +121,35 @@ def count_gpus() -> int:
     return simulated_gpus() or load_engine(keras.backend.backend()).num_gpus()
 
 
-def check_model(model: object) -> None:
-    """Raise ModelError for what is not a model of Keras."""
+def check_model(model: object, call: str = "parallel") -> None:
+    """Raise ModelError for what is not a model of Keras, by the public call that was given it."""
     import keras
 
     if not isinstance(model, keras.Model):
+        wish = {"parallel": "parallelize", "release": "release"}.get(
+            call, "compare the replicas of"
+        )
         raise ModelError(
-            f"Asked to parallelize a {type(model).__name__}; unisono.parallel takes a keras.Model "
-            "(Sequential, functional or subclassed). Pass the model itself."
+            f"Asked to {wish} a {type(model).__name__}; unisono.{call} takes a "
+            "keras.Model (Sequential, functional or subclassed). Pass the model itself."
+        )
+
+
+def check_call(verb: str, function: Any, args: Any, kwargs: Any) -> None:
+    """Raise StrategyError for what cannot be called, before any process is asked to."""
+    if not callable(function):
+        raise StrategyError(
+            f"Asked to {verb} {function!r}, which cannot be called. Pass a function, and its "
+            "arguments as a tuple after it."
+        )
+    if not isinstance(args, Iterable) or isinstance(args, (str, bytes)):
+        raise StrategyError(
+            f"Asked to {verb} a function with args={args!r}. Give a tuple, such as args=(x,)."
+        )
+    is_named = isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)
+    if kwargs is not None and not is_named:
+        raise StrategyError(
+            f"Asked to {verb} a function with kwargs={kwargs!r}. Give a dictionary of names."
         )
 
 

@@ -13,7 +13,7 @@ import re
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 TEMPORARY = "unisono-"
@@ -62,6 +62,36 @@ def sweep(
             if entry.name.startswith(prefix) and _is_candidate(entry):
                 with contextlib.suppress(OSError):
                     _remove_if_left(Path(entry.path), rescue)
+
+
+@contextlib.contextmanager
+def temporary_folder(prefix: str = TEMPORARY) -> Iterator[Path]:
+    """An empty folder in the system's temporary directory; those that kills have left go first."""
+    sweep()
+    with Scratch(prefix) as scratch:
+        folder = scratch.path / "files"
+        folder.mkdir()
+        yield folder
+
+
+def hold(file: int) -> None:
+    """Keep a file of this process from `sweep_files`, for as long as it is open."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def sweep_files(folder: Path, name: re.Pattern[str]) -> None:
+    """Remove files that nobody holds any more, of a folder in which all of such a name are held."""
+    for path in folder.iterdir():
+        if not name.fullmatch(path.name):
+            continue
+        with contextlib.suppress(OSError):
+            file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+            finally:
+                os.close(file)
 
 
 def _begin(prefix: str) -> str:

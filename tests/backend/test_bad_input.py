@@ -39,6 +39,41 @@ def test_what_is_no_model_is_refused(thing):
         unisono.parallel(thing, replicas=2)
 
 
+@pytest.mark.parametrize("thing", [None, "x", 1])
+@pytest.mark.parametrize("name", ["release", "check_replicas"])
+def test_other_calls_refuse_it_too(name, thing):
+    with pytest.raises(unisono.ModelError, match=rf"unisono\.{name} takes a keras\.Model"):
+        getattr(unisono, name)(thing)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: unisono.spawn("x", replicas=2),
+        lambda: unisono.spawn(None, replicas=2),
+        lambda: unisono.spawn(print, "x", replicas=2),
+        lambda: unisono.spawn(print, 5, replicas=2),
+        lambda: unisono.spawn(print, kwargs={1: 2}, replicas=2),
+        lambda: unisono.Strategy(replicas=2).run("x"),
+        lambda: unisono.Strategy(replicas=2).run(print, 5),
+        lambda: unisono.Strategy(replicas=2).run(print, (), 5),
+        lambda: unisono.compute_average_loss(None),
+        lambda: unisono.compute_average_loss("x"),
+        lambda: unisono.compute_average_loss([1.0], sample_weight="x"),
+        lambda: unisono.scale_regularization_loss(None),
+    ],
+)
+def test_what_cannot_be_called_or_averaged_is_refused(call):
+    with pytest.raises(unisono.StrategyError, match="Asked"):
+        call()
+
+
+@pytest.mark.parametrize("every_s", ["x", 0, -1, None, True, float("nan")])
+def test_an_interval_that_is_none_is_refused(every_s):
+    with pytest.raises(unisono.SettingError, match="every_s="):
+        unisono.callbacks.DeviceStats(every_s=every_s)
+
+
 @pytest.mark.parametrize("entry", ["parallel", "Strategy", "spawn", "variable", "gpus"])
 def test_a_number_of_replicas_that_no_machine_has(entry, monkeypatch):
     monkeypatch.delenv("UNISONO_OVERSUBSCRIBE", raising=False)

@@ -15,7 +15,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
-from scripts import run
+from scripts import run, start
 from twins import adopted, apart, fit, rows
 
 import unisono
@@ -23,6 +23,7 @@ from unisono.errors import OutputError
 
 BACKEND = keras.backend.backend()
 KILLED = Path(__file__).with_name("killed_saves.py")
+LEFT = Path(__file__).with_name("left_behind.py")
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +67,38 @@ def test_a_kill_leaves_the_previous_file(tmp_path):
     assert [name for name in told["names"] if name.startswith(".")] == []
     assert len(told["names"]) == 6, told["names"]
     assert [path.name for path in temporary.glob("tmp*")] == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BACKEND != "torch", reason="it alone has a folder for its workers")
+def test_nothing_temporary_is_left_for_long(tmp_path):
+    """What a process leaves that is ended in the middle of a save goes with the next."""
+    files, temporary = tmp_path / "files", tmp_path / "temporary"
+    files.mkdir()
+    temporary.mkdir()
+    (temporary / "unisono-mine").mkdir()
+    (temporary / "unisono-mine" / "notes").touch()
+    processes = [start(str(LEFT), str(files), TMPDIR=str(temporary)) for _ in range(2)]
+    try:
+        for process, number in zip(processes, (signal.SIGTERM, signal.SIGKILL), strict=True):
+            assert process.stdout.readline().strip().endswith("here")
+            process.send_signal(number)
+            process.wait(timeout=60)
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    assert len(list(temporary.glob("unisono-*"))) == 3
+    assert [path.name[:14] for path in files.iterdir()] == [".unisono-save-"] * 2
+    program = "import sys, keras, unisono; model = keras.Sequential([keras.Input((4,)), "
+    program += "keras.layers.Dense(1)]); unisono.parallel(model, replicas=2).save(sys.argv[1])"
+    (tmp_path / "save.py").write_text(program)
+    words = ("-m", "unisono", "run", "--replicas", "1", str(tmp_path / "save.py"))
+    done = run(*words, str(files / "model.keras"), TMPDIR=str(temporary))
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in files.iterdir()] == ["model.keras"]
+    assert [path.name for path in temporary.glob("tmp*")] == []
+    assert [path.name for path in temporary.glob("unisono-*")] == ["unisono-mine"]
 
 
 @contextlib.contextmanager
