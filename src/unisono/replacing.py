@@ -13,7 +13,6 @@ import functools
 import os
 import shutil
 import stat
-import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,16 +50,21 @@ class Draft:
         """Raise OSError if that much cannot be written, without writing it."""
         if self._folder is None:
             return
-        with tempfile.TemporaryFile(dir=self._folder) as trial:
-            # Not Python's own: where a file system cannot, that one writes every block.
-            reserve = getattr(ctypes.CDLL(None, use_errno=True), "fallocate64", None)
-            if reserve is None:
-                return
-            size = ctypes.c_int64(num_bytes)
-            if reserve(trial.fileno(), 0, ctypes.c_int64(0), size) != 0:
+        # Not Python's own: where a file system cannot, that one writes every block.
+        reserve = getattr(ctypes.CDLL(None, use_errno=True), "fallocate64", None)
+        if reserve is None:
+            return
+        trial = self._folder / "trial"
+        file = os.open(trial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            found = 0
+            if reserve(file, 0, ctypes.c_int64(0), ctypes.c_int64(num_bytes)) != 0:
                 found = ctypes.get_errno()
-                if found in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                    raise OSError(found, os.strerror(found))
+            if found in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise OSError(found, os.strerror(found))
+        finally:
+            os.close(file)
+            trial.unlink()
 
     def told_of_target(self, text: str) -> str:
         """A text that names the draft, as it reads with the target's name."""
@@ -138,8 +142,7 @@ def replacing(path: str | os.PathLike[str], advice: str = "") -> Iterator[Draft]
         OutputError: It could not be written. What was there before is unchanged. It is also of the
             type of the error that caused it.
 
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
+    >>>     >>> with tempfile.TemporaryDirectory() as folder:
     ...     with replacing(f"{folder}/results.csv") as draft:
     ...         _ = draft.path.write_text("loss")
     ...     os.listdir(folder)
@@ -156,7 +159,11 @@ def replacing(path: str | os.PathLike[str], advice: str = "") -> Iterator[Draft]
         is_of_writing = isinstance(error, OSError) or type(error) is RuntimeError
         if isinstance(error, UnisonoError) or not is_of_writing:
             raise
-        reason = str(error) if draft is None else draft.told_of_target(str(error))
+        is_bare = isinstance(error, OSError) and error.filename is None
+        reason = getattr(error, "strerror", None) if is_bare else None
+        reason = reason or str(error)
+        if draft is not None:
+            reason = draft.told_of_target(reason)
         raise _named(error, reason, Path(path), advice) from error
 
 

@@ -58,5 +58,6 @@ class Outputs:
 
 def write(path: Path, fill: Callable[[Path], None]) -> None:
     """Write a file whole or not at all; OutputError where the disk is full or has gone."""
-    with replacing(path, "Make room, or choose another place with --output.") as draft:
+    advice = "The model is still in memory; make room, or choose another place with --output."
+    with replacing(path, advice) as draft:
         fill(draft.path)
