@@ -29,7 +29,8 @@ class Run:
         }
         self.process = subprocess.Popen(
             [*prefix, sys.executable, "-m", "unisono", "run", *map(str, words)],
-            env=inherited | env,
+            # Tests have more processes than some machines have cores.
+            env=inherited | {"UNISONO_OVERSUBSCRIBE": "1"} | env,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -140,7 +140,7 @@ def test_a_full_disk(tmp_path):
 
 def test_runs_that_are_long_past_are_forgotten(tmp_path):
     EventFile(tmp_path, writer(run="old"))
-    os.utime(tmp_path / "old", (0, 0))
+    os.utime(tmp_path / "old" / "rank-0.jsonl", (0, 0))
     EventFile(tmp_path, writer(run="new"))
     assert list(read_runs(tmp_path)) == ["new"]
 

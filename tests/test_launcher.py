@@ -534,3 +534,11 @@ def test_help_names_every_option(run):
         "--timeout",
     ):
         assert option in out
+
+
+def test_an_interface_that_is_not_there_is_told_with_one_process_too(run, folder):
+    code, _, err = run("--replicas", 1, "--interface", "nope", SCRIPT, folder, "well").wait()
+    assert code not in (0, -signal.SIGKILL)
+    assert "Asked for the interface 'nope'; this machine has " in err
+    assert "Traceback" not in err
+    assert not pids_in(folder)

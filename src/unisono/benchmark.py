@@ -23,8 +23,9 @@ from unisono.bench.peers import PEERS
 from unisono.bench.race import Race, Way, run_race
 from unisono.bench.report import TITLES, plot, table, to_json
 from unisono.bench.script import race_script
-from unisono.devices import num_gpus
+from unisono.devices import check_cores, num_gpus
 from unisono.errors import BenchError
+from unisono.replacing import replacing
 
 _BUSY = 0.5
 _ROUNDS = 5
@@ -76,6 +77,8 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     chosen = _backends(options.backend)
+    if not num_gpus():
+        check_cores("--replicas", max(options.replicas))
     _make_room(options.output)
     load, num_cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     print(f"load before the start: {load:.2f} on {num_cores} cores", flush=True)
@@ -93,11 +96,13 @@ def run(options: argparse.Namespace) -> int:
             print(f"\n{table(race, titles)}", flush=True)
             if options.output is not None:  # What is measured is not lost with the rest.
                 told = [to_json(each, titles) for each in races]
-                (options.output / "bench.json").write_text(json.dumps(told, indent=1))
+                with replacing(options.output / "bench.json") as draft:
+                    draft.path.write_text(json.dumps(told, indent=1))
     if busy:
         print(f"It was at {load:.2f} before the start: measure again when it is quiet.")
     if options.output is not None:
-        plot(races, options.output / "bench.png")
+        with replacing(options.output / "bench.png") as draft:
+            plot(races, draft.path)
         print(f"\nresults: {options.output}")
     return 0
 

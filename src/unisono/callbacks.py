@@ -6,6 +6,7 @@ from typing import Any
 import keras
 
 from unisono.devices import list_devices
+from unisono.errors import SettingError
 
 _EVERY_S = 1.0
 
@@ -27,6 +28,11 @@ class DeviceStats(keras.callbacks.Callback):
 
     def __init__(self, *, every_s: float = _EVERY_S) -> None:
         super().__init__()
+        is_number = isinstance(every_s, (int, float)) and not isinstance(every_s, bool)
+        if not is_number or not every_s > 0:
+            raise SettingError(
+                f"Asked for DeviceStats(every_s={every_s!r}). Give a number of seconds above 0."
+            )
         self._every_s = every_s
         self._is_over = threading.Event()
         self._lock = threading.Lock()

@@ -24,7 +24,7 @@ def check_replicas(model: "keras.Model") -> str:
     >>> len(check_replicas(model))
     8
     """
-    check_model(model)
+    check_model(model, "check_replicas")
     adopted: Adopted | None = adopted_as(model)
     if adopted is None:
         raise ModelError(

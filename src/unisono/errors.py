@@ -9,7 +9,7 @@
     ├── LegacyError (RuntimeError)        an old program does what has no meaning today
     │   └── LegacyImportError (ImportError)   or asks for a name that nothing takes the place of
     ├── ModelError (TypeError)            what was given is not a model we can train
-    ├── OutputError (OSError)             results cannot be written where they were asked for
+    ├── OutputError (OSError)             a file cannot be written where it was asked for
     ├── SettingError (ValueError)         a number or a name that training cannot go by
     ├── SlurmError (RuntimeError)         Slurm cannot do what was asked of it, or a job of it
     ├── SourceError (ValueError)          a file to be migrated cannot be read or written
@@ -64,7 +64,10 @@ class ModelError(UnisonoError, TypeError):
 
 
 class OutputError(UnisonoError, OSError):
-    """Results of a training cannot be written where they were asked for."""
+    """A model or the results of a training cannot be written where they were asked for."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""  # OSError's own would leave out the advice.
 
 
 class SettingError(UnisonoError, ValueError):

@@ -9,8 +9,9 @@ import contextlib
 import dataclasses
 import json
 import os
-import shutil
+import re
 import socket
+import stat
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ FOLDER = "UNISONO_RUNS"
 _MOST_BYTES = 1 << 20
 _LAST_BYTES = 1 << 13
 _KEPT_S = 7 * 24 * 3600
+_FILE_NAME = re.compile(r"rank-[0-9]+\.(jsonl|new)")
+_WRITER_KEYS = {"host", "pid", "rank", "world_size", "backend"}
 # Letters of the system for a process' state. One that has ended is there until its parent asks.
 _ENDED, _STOPPED = frozenset("ZXx"), frozenset("Tt")
 
@@ -190,6 +193,41 @@ def _whole(lines: list[bytes]) -> Iterator[Progress]:
 
 
 def _forget_old(folder: Path) -> None:
-    for run in folder.iterdir():
-        if time.time() - run.stat().st_mtime > _KEPT_S:
-            shutil.rmtree(run, ignore_errors=True)
+    """Remove runs that are long over. The user names this folder, so it may hold anything else."""
+    for entry in os.scandir(folder):
+        if entry.is_dir(follow_symlinks=False):
+            with contextlib.suppress(OSError):
+                _forget_run(Path(entry.path))
+
+
+def _forget_run(run: Path) -> None:
+    # All by one descriptor, so that a link put there meanwhile leads nowhere.
+    opened = os.open(run, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        names = os.listdir(opened)
+        if not names or not all(_is_ours(opened, name, run.name) for name in names):
+            return
+        # The folder's own time does not change while a process appends to its file.
+        newest = max(os.stat(name, dir_fd=opened).st_mtime for name in names)
+        if time.time() - newest <= _KEPT_S:
+            return
+        for name in names:
+            os.unlink(name, dir_fd=opened)
+    finally:
+        os.close(opened)
+    run.rmdir()
+
+
+def _is_ours(folder: int, name: str, run: str) -> bool:
+    """Whether a file begins with the record of a process of this run, by any version of unisono."""
+    if not _FILE_NAME.fullmatch(name):
+        return False
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with os.fdopen(os.open(name, flags, dir_fd=folder), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            return False
+        try:
+            told = json.loads(file.readline(_LAST_BYTES))
+        except ValueError:
+            return False
+    return isinstance(told, dict) and told.get("run") == run and told.keys() >= _WRITER_KEYS

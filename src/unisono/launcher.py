@@ -13,12 +13,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from unisono.devices import Selection, choose, describe, num_gpus, select
+from unisono.devices import Selection, choose, describe, num_gpus, remark_on_cores, select
 from unisono.devices.cpu import num_cores
 from unisono.errors import DeviceError
 from unisono.launch.hosts import how_to_start, local_names, merge_local, parse_hosts, spread
+from unisono.launch.network import address_of
 from unisono.launch.plan import START_TIMEOUT, TIMEOUT
 from unisono.launch.start import Request, check_program, start
+from unisono.scratch import sweep
 from unisono.slurm.step import (
     Step,
     coordinator,
@@ -78,6 +80,7 @@ def run(options: argparse.Namespace) -> int:
         request = request_of(options, step)
     except _UsageError as error:
         options.parser.error(str(error))
+    sweep()
     return start(request)
 
 
@@ -93,10 +96,12 @@ def request_of(options: argparse.Namespace, step: Step | None = None) -> Request
         found = coordinator(step, os.environ, options.start_timeout)
         options.coordinator, other_ports, secret = found
     _check_nodes(options)
+    if options.interface is not None:
+        address_of(options.interface)  # Though one process uses none: a typing error is told now.
     if options.legacy:
         _check_source(program[0])
     num_processes, gpus = _devices(options, step)
-    if step is not None and gpus is None:
+    if gpus is None or gpus.is_simulated:
         _remark_on_cores(step, num_processes)
     return Request(
         program=program,
@@ -245,15 +250,16 @@ def _devices(options: argparse.Namespace, step: Step | None) -> tuple[int, Selec
         ) from error
 
 
-def _remark_on_cores(step: Step, num_processes: int) -> None:
-    cores = num_cores()
-    if num_processes > cores and step.is_first:
-        print(
-            f"unisono: {num_processes} processes share the {cores} core(s) that Slurm gave this "
-            f"task. A job gets more by #SBATCH --cpus-per-task={num_processes}",
-            file=sys.stderr,
-            flush=True,
+def _remark_on_cores(step: Step | None, num_processes: int) -> None:
+    remark = remark_on_cores(num_processes, "processes")
+    if remark is None or (step is not None and not step.is_first):
+        return
+    if step is not None:
+        remark = (
+            f"{num_processes} processes share the {num_cores()} core(s) that Slurm gave this "
+            f"task. A job gets more by #SBATCH --cpus-per-task={num_processes}"
         )
+    print(f"unisono: {remark}", file=sys.stderr, flush=True)
 
 
 def _chosen(options: argparse.Namespace) -> tuple[int, Selection | None]:

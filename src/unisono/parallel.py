@@ -2,15 +2,15 @@
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from unisono.data import nearest_divisible
-from unisono.devices import Placement, choose, choose_own, simulated_gpus
+from unisono.devices import Placement, choose, choose_own, simulated_gpus, warn_of_cores
 from unisono.devices.host_memory import is_kept
 from unisono.engines import Adopted, load_engine
 from unisono.engines.hooks import bind, original, unbind
-from unisono.errors import ModelError
+from unisono.errors import ModelError, StrategyError
 from unisono.events import runs_folder
 from unisono.launch.warning import is_listening
 from unisono.launch.world import current_world
@@ -54,6 +54,8 @@ def spread(
     """Train a model on devices that are chosen already: what `parallel` and its old names share."""
     import keras
 
+    from unisono.engines.saving import protect_saves
+
     check_model(model)
     _check_optimizer(model)
     engine = load_engine(keras.backend.backend())
@@ -66,6 +68,7 @@ def spread(
     else:
         engine.prepare(placement)
     vars(model)[_ADOPTED] = engine.adopt(model, placement, sync_batch_norm=sync_batch_norm)
+    protect_saves(model)
     _watch_fits(model, placement)
     _announce_at_first_fit(model, placement, engine.backend)
     return model
@@ -75,7 +78,9 @@ def place(*, replicas: int | None, gpus: int | Sequence[int] | None) -> Placemen
     """The devices that a request means: this machine's, or this process' own in a run of more."""
     world = current_world()
     if world is None:
-        return choose(replicas=replicas, gpus=gpus, num_visible_gpus=count_gpus())
+        placement = choose(replicas=replicas, gpus=gpus, num_visible_gpus=count_gpus())
+        warn_of_cores(placement)
+        return placement
     return choose_own(world.topology, replicas=replicas, gpus=gpus, num_visible_gpus=count_gpus())
 
 
@@ -87,10 +92,13 @@ def release(model: "keras.Model") -> "keras.Model":
     >>> release(model) is model
     True
     """
-    adopted: Adopted | None = vars(model).get(_ADOPTED)
+    check_model(model, "release")
+    adopted = adopted_as(model)
     if adopted is not None:
+        from unisono.engines.saving import SAVES
+
         adopted.release()
-        unbind(model, _ADOPTED, "fit")
+        unbind(model, _ADOPTED, "fit", *SAVES)
     return model
 
 
@@ -113,14 +121,35 @@ def count_gpus() -> int:
     return simulated_gpus() or load_engine(keras.backend.backend()).num_gpus()
 
 
-def check_model(model: object) -> None:
-    """Raise ModelError for what is not a model of Keras."""
+def check_model(model: object, call: str = "parallel") -> None:
+    """Raise ModelError for what is not a model of Keras, by the public call that was given it."""
     import keras
 
     if not isinstance(model, keras.Model):
+        wish = {"parallel": "parallelize", "release": "release"}.get(
+            call, "compare the replicas of"
+        )
         raise ModelError(
-            f"Asked to parallelize a {type(model).__name__}; unisono.parallel takes a keras.Model "
-            "(Sequential, functional or subclassed). Pass the model itself."
+            f"Asked to {wish} a {type(model).__name__}; unisono.{call} takes a "
+            "keras.Model (Sequential, functional or subclassed). Pass the model itself."
+        )
+
+
+def check_call(verb: str, function: Any, args: Any, kwargs: Any) -> None:
+    """Raise StrategyError for what cannot be called, before any process is asked to."""
+    if not callable(function):
+        raise StrategyError(
+            f"Asked to {verb} {function!r}, which cannot be called. Pass a function, and its "
+            "arguments as a tuple after it."
+        )
+    if not isinstance(args, Iterable) or isinstance(args, (str, bytes)):
+        raise StrategyError(
+            f"Asked to {verb} a function with args={args!r}. Give a tuple, such as args=(x,)."
+        )
+    is_named = isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)
+    if kwargs is not None and not is_named:
+        raise StrategyError(
+            f"Asked to {verb} a function with kwargs={kwargs!r}. Give a dictionary of names."
         )
 
 
@@ -140,8 +169,10 @@ def _watch_fits(model: Any, placement: Placement) -> None:
     from unisono.engines.memory_watch import GiveBack
     from unisono.engines.preemption import MakeRoom
     from unisono.engines.publishing import Publish
+    from unisono.engines.saving import protect_backups
 
     def watchers(callbacks: list[Any], given: dict[str, Any]) -> list[Any]:
+        protect_backups(callbacks)
         is_told = any(hasattr(callback, "on_preempt") for callback in callbacks)
         chosen: list[Any] = [MakeRoom(callbacks)] if is_listening() or is_told else []
         chosen += [callback.steps for callback in callbacks if isinstance(callback, LooksAtSteps)]

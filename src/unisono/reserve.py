@@ -44,7 +44,6 @@ def _configure(tensorflow: Any) -> None:
     if tensorflow.config.get_logical_device_configuration(cpu) not in (None, []):
         return  # The program has chosen for itself.
     configuration = tensorflow.config.LogicalDeviceConfiguration()
-    try:
+    # Already started: the engine says so if CPU replicas are ever asked for.
+    with contextlib.suppress(RuntimeError, DeviceError):
         tensorflow.config.set_logical_device_configuration(cpu, [configuration] * num_reserved())
-    except RuntimeError:
-        return  # Already started: the engine says so if CPU replicas are ever asked for.

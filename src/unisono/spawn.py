@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from unisono.devices import Placement, choose, current_policy, num_gpus, select
+from unisono.devices import Placement, choose, current_policy, num_gpus, select, warn_of_cores
 from unisono.devices.cpu import num_cores
 from unisono.errors import StrategyError
 from unisono.imports import keras_backend
@@ -20,6 +20,7 @@ from unisono.launch.plan import START_TIMEOUT, TIMEOUT, Facts, Seat, environment
 from unisono.launch.secret import new_secret
 from unisono.launch.workers import Workers
 from unisono.launch.world import current_world
+from unisono.parallel import check_call
 
 _TIMEOUT_S = 600.0
 _START_TIMEOUT_S = 300.0
@@ -50,7 +51,9 @@ def spawn(
             "Asked to spawn processes in one of a run of several processes. Spawn them from a "
             "program that runs alone."
         )
+    check_call("spawn", function, args, kwargs)
     placement = choose(replicas=replicas, gpus=gpus, num_visible_gpus=num_gpus())
+    warn_of_cores(placement)
     task = _pack(function, args, kwargs or {})
     secret = new_secret()
     meeting = Meeting(placement.num_replicas, secret, timeout_s=_seconds(TIMEOUT, _TIMEOUT_S))

@@ -15,7 +15,7 @@ from unisono.devices import Placement
 from unisono.engines import OwnLoop, load_engine
 from unisono.errors import StrategyError
 from unisono.launch.world import World, current_world
-from unisono.parallel import is_parallel, place, spread
+from unisono.parallel import check_call, is_parallel, place, spread
 
 _innermost = threading.local()
 _last: "Strategy | None" = None
@@ -94,6 +94,7 @@ class Strategy:
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run a step on every replica; returns what each returned, for `reduce` or `gather`."""
+        check_call("run", step, args, kwargs)
         return self._loop.run(step, args, kwargs or {})
 
     def reduce(self, how: Any, value: Any, axis: int | None = None) -> Any:
@@ -170,14 +171,14 @@ def compute_average_loss(
     """
     from keras import ops
 
-    loss = ops.convert_to_tensor(per_example_loss)
+    loss = _to_tensor(per_example_loss, "a loss")
     if len(loss.shape) == 0:
         raise StrategyError(
             "Asked for the average of a loss without rows, shape (). Give one value per example: "
             "make the loss with reduction=None."
         )
     if sample_weight is not None:
-        weight = ops.cast(ops.convert_to_tensor(sample_weight), loss.dtype)
+        weight = ops.cast(_to_tensor(sample_weight, "sample weights"), loss.dtype)
         missing = len(loss.shape) - len(weight.shape)
         loss = loss * ops.reshape(weight, (*ops.shape(weight), *[1] * missing))
     loop = _current_loop()
@@ -198,9 +199,22 @@ def scale_regularization_loss(regularization_loss: Any) -> Any:
     """
     from keras import ops
 
-    total = ops.sum(ops.convert_to_tensor(regularization_loss))
+    total = ops.sum(_to_tensor(regularization_loss, "a regularization loss"))
     loop = _current_loop()
     return total if loop is None else loop.part_of_sum(total / loop.num_parts())
+
+
+def _to_tensor(value: Any, what: str) -> Any:
+    from keras import ops
+
+    try:
+        if value is None or isinstance(value, (str, bytes)):
+            raise TypeError(f"found a {type(value).__name__}")
+        return ops.convert_to_tensor(value)
+    except (TypeError, ValueError) as error:
+        raise StrategyError(
+            f"Asked for the average of {value!r} as {what}: {error}. Give a tensor of numbers."
+        ) from error
 
 
 def _current_loop() -> OwnLoop | None:

@@ -1,5 +1,6 @@
 """Whatever goes wrong, the model keeps its values and the next call works."""
 
+import sys
 import warnings
 
 import keras
@@ -36,6 +37,73 @@ def model():
 def test_what_is_no_model_is_refused(thing):
     with pytest.raises(unisono.ModelError, match=r"takes a keras\.Model"):
         unisono.parallel(thing, replicas=2)
+
+
+@pytest.mark.parametrize("thing", [None, "x", 1])
+@pytest.mark.parametrize("name", ["release", "check_replicas"])
+def test_other_calls_refuse_it_too(name, thing):
+    with pytest.raises(unisono.ModelError, match=rf"unisono\.{name} takes a keras\.Model"):
+        getattr(unisono, name)(thing)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: unisono.spawn("x", replicas=2),
+        lambda: unisono.spawn(None, replicas=2),
+        lambda: unisono.spawn(print, "x", replicas=2),
+        lambda: unisono.spawn(print, 5, replicas=2),
+        lambda: unisono.spawn(print, kwargs={1: 2}, replicas=2),
+        lambda: unisono.Strategy(replicas=2).run("x"),
+        lambda: unisono.Strategy(replicas=2).run(print, 5),
+        lambda: unisono.Strategy(replicas=2).run(print, (), 5),
+        lambda: unisono.compute_average_loss(None),
+        lambda: unisono.compute_average_loss("x"),
+        lambda: unisono.compute_average_loss([1.0], sample_weight="x"),
+        lambda: unisono.scale_regularization_loss(None),
+    ],
+)
+def test_what_cannot_be_called_or_averaged_is_refused(call):
+    with pytest.raises(unisono.StrategyError, match="Asked"):
+        call()
+
+
+@pytest.mark.parametrize("every_s", ["x", 0, -1, None, True, float("nan")])
+def test_an_interval_that_is_none_is_refused(every_s):
+    with pytest.raises(unisono.SettingError, match="every_s="):
+        unisono.callbacks.DeviceStats(every_s=every_s)
+
+
+@pytest.mark.parametrize("entry", ["parallel", "Strategy", "spawn", "variable", "gpus"])
+def test_a_number_of_replicas_that_no_machine_has(entry, monkeypatch):
+    monkeypatch.delenv("UNISONO_OVERSUBSCRIBE", raising=False)
+    found = r"this machine has \d+ core"
+    if entry == "variable":
+        monkeypatch.setenv("UNISONO_REPLICAS", "1000000")
+    calls = {
+        "parallel": lambda: unisono.parallel(plain(), replicas=10**6),
+        "Strategy": lambda: unisono.Strategy(replicas=10**6),
+        "spawn": lambda: unisono.spawn(print, replicas=10**6),
+        "variable": lambda: unisono.parallel(plain()),
+        "gpus": lambda: unisono.parallel(plain(), gpus=10**15),
+    }
+    if entry == "gpus":
+        found = r"this machine has \d+ GPU"
+    with pytest.raises(unisono.DeviceError, match=found):
+        calls[entry]()
+
+
+def test_one_warning_of_replicas_that_share_cores(monkeypatch):
+    choice = sys.modules["unisono.devices.choice"]
+    monkeypatch.setattr(choice, "num_cores", lambda: 1)
+    monkeypatch.setattr(choice, "_has_warned", False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            unisono.parallel(plain(), replicas=2)
+    told = [str(each.message) for each in caught if "take turns" in str(each.message)]
+    assert told == ["2 CPU replicas share 1 core, and take turns on them: no speed-up."]
+    assert [each.filename for each in caught if "take turns" in str(each.message)] == [__file__]
 
 
 @pytest.mark.parametrize(

@@ -519,6 +519,28 @@ def names_velocities(model: Any) -> bool:
     return True
 
 
+def writes_its_note(model: Any) -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        backup = keras.callbacks.BackupAndRestore(f"{folder}/backup")
+        backup.set_model(model)
+        backup._training_metadata_path = f"{folder}/note"
+        backup._save_model()
+        return Path(folder, "note").read_text().startswith("{")
+
+
+def makes_temporary_folders(model: Any) -> bool:
+    """Whether Keras asks a function of its module for them."""
+    module, made = lookup("keras.src.saving.saving_lib"), []
+    plain = module.get_temp_dir
+    module.get_temp_dir = lambda: made.append(plain()) or made[-1]
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            model.save(f"{folder}/model.keras")
+    finally:
+        module.get_temp_dir = plain
+    return len(made) == 1
+
+
 TABLE = [
     Name("_momentum", "horovod", "to correct velocities for a new learning rate", names_velocities),
     Name(
@@ -838,7 +860,39 @@ TABLE = [
     Name(
         "_initial_epoch", "world_calls", "to begin where the chief does", begins_at_a_restored_epoch
     ),
-    Name("_save_model", "chief_files", "to leave a backup to the chief", saves_by_a_method),
+    Name(
+        "_save_model",
+        "chief_files, saving",
+        "to leave a backup to the chief, which replaces its files as a whole",
+        saves_by_a_method,
+    ),
+    Name(
+        "_training_metadata_path",
+        "saving",
+        "to let a backup write its note of the epoch beside the one before",
+        writes_its_note,
+    ),
+    Name(
+        "keras.src.saving:saving_lib",
+        "saving",
+        "to keep its temporary folders beside the file that it writes",
+        makes_temporary_folders,
+    ),
+    Name(
+        "keras.src.utils:file_utils",
+        "saving",
+        "to tell paths of this machine from others",
+        lambda model: (
+            lookup("keras.src.utils.file_utils:is_remote_path")("gs://a/b")
+            and not lookup("keras.src.utils.file_utils:is_remote_path")("/a/b")
+        ),
+    ),
+    Name(
+        "keras.src.utils:io_utils",
+        "saving",
+        "to ask whether to overwrite a file, as Keras does",
+        has_signature("keras.src.utils.io_utils:ask_to_proceed_with_overwrite", "filepath"),
+    ),
     Name(
         "tensorflow.python.eager.context:global_seed",
         "world_calls",

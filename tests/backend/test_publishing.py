@@ -58,6 +58,48 @@ def test_a_fit_publishes_how_it_goes(tmp_path, monkeypatch):
     assert (ended.last.epoch, ended.last.step) == (6, 8)
 
 
+def test_only_what_runs_published_is_forgotten(tmp_path, monkeypatch):
+    """The folder of `UNISONO_RUNS` may be one in which the user keeps a year of results."""
+    runs, week_ago = tmp_path / "runs", time.time() - 8 * 24 * 3600
+    monkeypatch.setenv("UNISONO_RUNS", str(runs))
+    net().fit(X, Y, batch_size=8, verbose=0)
+    (mine,) = runs.iterdir()
+    records = (mine / "rank-0.jsonl").read_bytes()
+    alien = records.replace(mine.name.encode(), b"another", 1)
+
+    def folder(name: str, files: dict[str, bytes]) -> None:
+        for path, content in files.items():
+            file = runs / name / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(content)
+
+    def named(name: str) -> bytes:
+        return records.replace(mine.name.encode(), name.encode(), 1)
+
+    folder("results", {"weights.h5": b"x", "notes/a.txt": b"y"})
+    folder("theirs", {"rank-0.jsonl": b'{"loss": 1}\n'})
+    folder("copied", {"rank-0.jsonl": alien})
+    folder("mixed", {"rank-0.jsonl": named("mixed"), "notes.txt": b"mine"})
+    folder("nested", {"rank-0.jsonl": named("nested"), "rank-1.jsonl/a": b"mine"})
+    folder("old", {"rank-0.jsonl": named("old"), "rank-1.new": named("old")})
+    folder("fresh", {"rank-0.jsonl": named("fresh")})
+    (runs / "empty").mkdir()
+    folder("linked", {"rank-0.jsonl": named("linked")})
+    (runs / "linked" / "rank-1.jsonl").symlink_to(runs / "results" / "weights.h5")
+    folder("../elsewhere", {"rank-0.jsonl": named("elsewhere")})
+    (runs / "elsewhere").symlink_to(tmp_path / "elsewhere")
+    files = [path for path in tmp_path.rglob("*") if "fresh/" not in str(path)]
+    for path in sorted(files, reverse=True):
+        os.utime(path, (week_ago, week_ago), follow_symlinks=False)
+    os.utime(runs / "fresh", (week_ago, week_ago))  # Of a run that has gone on for long.
+    before = set(tmp_path.rglob("*"))
+    net().fit(X, Y, batch_size=8, verbose=0)
+    gone = {str(path.relative_to(runs)) for path in before - set(tmp_path.rglob("*"))}
+    expected = {mine.name, "old"}
+    assert {path.split("/")[0] for path in gone} == expected
+    assert not any((runs / name).exists() for name in expected)
+
+
 class Never:
     """A loss that its device does not come to compute, until it is let go."""
 

@@ -6,7 +6,6 @@ model back) and once on `unisono.parallel`. What both return is compared in comp
 
 import gc
 import re
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -101,10 +100,6 @@ def by_position(variables: Iterable[Any]) -> Results:
 
 def to_numpy(value: Any) -> np.ndarray[Any, Any]:
     return np.asarray(keras.ops.convert_to_numpy(value))
-
-
-def temporary_folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="unisono-case-")
 
 
 def files_in(folder: str | Path) -> list[str]:

@@ -14,7 +14,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,6 +21,7 @@ from pathlib import Path
 
 from unisono.bench.cell import Cell, read_cells, write_cells
 from unisono.bench.table import BACKENDS, column_name, explain, render, write_into
+from unisono.scratch import temporary_folder
 
 POLL_S = 0.5
 MEASURE = (sys.executable, "-m", "unisono.bench.measure")
@@ -127,9 +127,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = [*RUN, "--replicas", count, *MEASURE[1:], "--replicas", count]
         command += ["--cases", asked.cases]
     cells = read_cells(asked.json) if asked.json else []
-    with tempfile.TemporaryDirectory(prefix="unisono-exactness-") as folder:
+    with temporary_folder("unisono-exactness-") as folder:
         for backend in asked.backend.split(","):
-            new = measure_backend(backend, command, folder=Path(folder), timeout_s=asked.timeout)
+            new = measure_backend(backend, command, folder=folder, timeout_s=asked.timeout)
             cells = merged(cells, new)
             if asked.json:
                 write_cells(asked.json, cells)

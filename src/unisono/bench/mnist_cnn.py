@@ -6,6 +6,7 @@ Run by `unisono.bench.overhead`: prints "ready" after a warm-up, then for each l
 standard input trains one pass and prints its images per second.
 """
 
+import atexit
 import os
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+
+from unisono.scratch import Scratch
 
 WAYS = ("plain", "one", "two", "own")
 
@@ -132,9 +135,9 @@ def _own_torch(x: Any, y: Any, global_batch: int) -> Callable[[], Any]:
 
 
 def _new_folder() -> str:
-    import tempfile
-
-    return tempfile.mkdtemp(prefix="unisono-bench-")
+    scratch = Scratch("unisono-bench-")
+    atexit.register(scratch.close)
+    return str(scratch.path)
 
 
 _OWN_WAYS = {"jax": _own_jax, "tensorflow": _own_tensorflow, "torch": _own_torch}

@@ -6,13 +6,13 @@ Counted in processor time, as the difference of two trainings would drown in the
 done at each step, and what a thread does once a second. As shares of a fast step of 3 ms.
 """
 
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+
+from unisono.scratch import temporary_folder
 
 _STEP_S = 0.003
 _NUM_STEPS = 100_000
@@ -24,11 +24,11 @@ def main() -> None:
     from unisono.engines.publishing import Publish
     from unisono.events import EventFile
 
-    with tempfile.TemporaryDirectory() as name:
+    with temporary_folder("unisono-bench-") as folder:
         placement = choose(replicas=1, gpus=None, num_visible_gpus=0)
-        publish = Publish(Path(name), global_batch=256, placement=placement)
+        publish = Publish(folder, global_batch=256, placement=placement)
         publish.begin(SimpleNamespace(steps_per_execution=1, history=None))
-        file = EventFile(Path(name), publish.writer())
+        file = EventFile(folder, publish.writer())
         batches, logs = iter(range(_NUM_STEPS)), {"loss": np.float32(1.0)}
 
         def step() -> None:

@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from unisono.devices.host_memory import KEEP, TUNABLES
 from unisono.errors import BenchError
 from unisono.launch.guard import Guard
 from unisono.launch.plan import seats
+from unisono.scratch import temporary_folder
 
 _POLL_S = 0.02
 _MOST_WORDS = 300
@@ -88,8 +88,7 @@ def run_race(
     `tell` hears what is done next.
     """
     race = Race(net, backend, load=os.getloadavg()[0])
-    with tempfile.TemporaryDirectory(prefix="unisono-bench-") as name, contextlib.ExitStack() as st:
-        folder = Path(name)
+    with temporary_folder("unisono-bench-") as folder, contextlib.ExitStack() as st:
         guard = st.enter_context(contextlib.closing(Guard()))
         running = []
         for place, way in enumerate(ways, 1):

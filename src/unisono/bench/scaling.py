@@ -13,13 +13,13 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from unisono.bench.nets import PER_REPLICA, data, make
+from unisono.devices import OVERSUBSCRIBE
+from unisono.scratch import temporary_folder
 
 _BYTES = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8, "s32": 4, "u32": 4, "s64": 8, "pred": 1}
 _SUM = re.compile(r"= (.+?) all-reduce\(")
@@ -63,9 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def measure(net: str, num_replicas: int, rows: int = 1) -> Program:
     """Compile and run one step in a process of its own."""
-    with tempfile.TemporaryDirectory(prefix="unisono-bench-") as folder:
+    with temporary_folder("unisono-bench-") as folder:
         flags = f"--xla_dump_to={folder} --xla_dump_hlo_as_text"
-        env = {**os.environ, "KERAS_BACKEND": "jax", "UNISONO_RUNS": ""}
+        env = {**os.environ, "KERAS_BACKEND": "jax", "UNISONO_RUNS": "", OVERSUBSCRIBE: "1"}
         env["XLA_FLAGS"] = f"{env.get('XLA_FLAGS', '')} {flags}".strip()
         words = ["--net", net, "--rows", str(rows), "--inside", str(num_replicas)]
         command = [sys.executable, "-m", "unisono.bench.scaling", *words]
@@ -73,7 +73,7 @@ def measure(net: str, num_replicas: int, rows: int = 1) -> Program:
         if done.returncode:
             raise RuntimeError(f"{num_replicas} replicas: {done.stderr[-2000:]}")
         # The step's is by far the longest.
-        text = max((path.read_text() for path in Path(folder).glob(_COMPILED)), key=len)
+        text = max((path.read_text() for path in folder.glob(_COMPILED)), key=len)
         return read_program(num_replicas, float(done.stdout.split()[-1]), text)
 
 

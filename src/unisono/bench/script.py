@@ -9,7 +9,6 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from unisono.bench.race import Lap, Race
 from unisono.devices import format_replicas
 from unisono.errors import BenchError
 from unisono.events import Progress, read_runs
+from unisono.scratch import temporary_folder
 
 _LOOK_S = 0.2
 _FEWEST = 3
@@ -48,8 +48,8 @@ def race_script(
 def _lap(script: Path, backend: str, count: int) -> Lap:
     """A second of the run, without its beginning."""
     seen: dict[int, dict[float, Progress]] = {}
-    with tempfile.TemporaryDirectory(prefix="unisono-bench-") as folder:
-        env = {**os.environ, "KERAS_BACKEND": backend, "UNISONO_RUNS": folder}
+    with temporary_folder("unisono-bench-") as folder:
+        env = {**os.environ, "KERAS_BACKEND": backend, "UNISONO_RUNS": str(folder)}
         command = [sys.executable, "-m", "unisono", "run", "--replicas", str(count), str(script)]
         process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL)
         try:

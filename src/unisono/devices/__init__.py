@@ -4,15 +4,19 @@ Runs before any framework is imported and imports none.
 """
 
 from unisono.devices.choice import (
+    OVERSUBSCRIBE,
     REPLICAS,
     SIMULATED_GPUS,
     Placement,
+    check_cores,
     choose,
     choose_own,
     default_replicas,
     format_replicas,
     num_gpus,
+    remark_on_cores,
     simulated_gpus,
+    warn_of_cores,
 )
 from unisono.devices.cuda import has_cuda_started
 from unisono.devices.grant import Grant, Selection, grant_of, select
@@ -28,6 +32,7 @@ from unisono.devices.policy import (
 from unisono.devices.records import Device, Process
 
 __all__ = [
+    "OVERSUBSCRIBE",
     "POLICY",
     "REPLICAS",
     "SIMULATED_GPUS",
@@ -38,6 +43,7 @@ __all__ = [
     "Policy",
     "Process",
     "Selection",
+    "check_cores",
     "choose",
     "choose_own",
     "current_policy",
@@ -50,7 +56,9 @@ __all__ = [
     "has_cuda_started",
     "list_devices",
     "num_gpus",
+    "remark_on_cores",
     "select",
     "set_policy",
     "simulated_gpus",
+    "warn_of_cores",
 ]

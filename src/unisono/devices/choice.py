@@ -6,15 +6,24 @@ backend sees, here it is decided. `UNISONO_SIMULATED_GPUS=4` makes four CPU repl
 """
 
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from unisono.devices.cpu import num_cores
 from unisono.devices.visibility import read_visibility
 from unisono.errors import DeviceError
 from unisono.topology import Topology
 
 SIMULATED_GPUS = "UNISONO_SIMULATED_GPUS"
 REPLICAS = "UNISONO_REPLICAS"
+OVERSUBSCRIBE = "UNISONO_OVERSUBSCRIBE"
+"""Set to 1, it allows any number of CPU replicas on each core, without a remark."""
+
+_MAX_PER_CORE = 8
+_MAX_SHOWN = 16
+_MAX_DIGITS = 19
+_has_warned = False
 
 
 @dataclass(frozen=True)
@@ -155,7 +164,9 @@ def _default_ids(replicas: int | None, available: int) -> tuple[int, ...]:
     count = replicas if replicas is not None else default_replicas()
     if count is None:
         count = max(available, 1)
-    if available and count > available:
+    if not available:
+        check_cores("replicas" if replicas is not None else REPLICAS, count)
+    elif count > available:
         is_given = replicas is not None
         raise DeviceError(
             f"Asked for {'replicas' if is_given else REPLICAS}={count}; this machine has "
@@ -169,6 +180,11 @@ def gpu_ids(gpus: int | Sequence[int], available: int) -> tuple[int, ...]:
     """The ids that a request means, among so many GPUs; raises DeviceError."""
     if isinstance(gpus, int) and not isinstance(gpus, bool):
         check_count("gpus", gpus)
+        if gpus > max(available, _MAX_SHOWN):
+            raise DeviceError(
+                f"Asked for gpus={gpus}; this machine has {available} GPU(s). Ask for at most as "
+                "many, or leave gpus= out to take all."
+            )
         ids: tuple[int, ...] = tuple(range(gpus))
     elif isinstance(gpus, Sequence) and not isinstance(gpus, str):
         ids = tuple(gpus)
@@ -201,6 +217,48 @@ def gpu_ids(gpus: int | Sequence[int], available: int) -> tuple[int, ...]:
     return ids
 
 
+def check_cores(name: str, count: int) -> None:
+    """Refuse a number of CPU replicas that this machine's cores cannot serve in any useful way."""
+    if count <= _MAX_PER_CORE or _is_oversubscribing():
+        return  # Any machine has a core.
+    cores = num_cores()
+    if count > _MAX_PER_CORE * cores:
+        raise DeviceError(
+            f"Asked for {name}={count}; this machine has {_format_cores(cores)} for CPU replicas, "
+            f"and no GPU is used. Ask for at most {_MAX_PER_CORE * cores} ({_MAX_PER_CORE} per "
+            f"core), or set {OVERSUBSCRIBE}=1 to try more."
+        )
+
+
+def remark_on_cores(count: int, what: str = "CPU replicas") -> str | None:
+    """What to tell who asks for more CPU replicas than there are cores; None where there is none.
+
+    >>> remark_on_cores(1)
+    """
+    cores = num_cores()
+    if count <= cores or _is_oversubscribing():
+        return None
+    return f"{count} {what} share {_format_cores(cores)}, and take turns on them: no speed-up."
+
+
+def warn_of_cores(placement: Placement) -> None:
+    """Warn of more CPU replicas than cores, once in a process."""
+    global _has_warned
+    if placement.kind != "cpu" or _has_warned:
+        return
+    if remark := remark_on_cores(len(placement.indices)):
+        _has_warned = True
+        warnings.warn(remark, stacklevel=4)
+
+
+def _is_oversubscribing() -> bool:
+    return os.environ.get(OVERSUBSCRIBE) == "1"
+
+
+def _format_cores(count: int) -> str:
+    return "1 core" if count == 1 else f"{count} cores"
+
+
 def check_count(name: str, value: object) -> None:
     """Refuse what is not a count of at least one."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -211,9 +269,11 @@ def _count_from_environment(name: str, *, minimum: int) -> int | None:
     text = os.environ.get(name, "").strip()
     if not text:
         return None
-    if not text.isascii() or not text.isdigit() or int(text) < minimum:
+    is_number = text.isascii() and text.isdigit() and len(text) < _MAX_DIGITS
+    if not is_number or int(text) < minimum:
         raise DeviceError(
             f"Found {name}={text!r} in the environment. "
             f"Set it to a whole number of at least {minimum}, or unset it."
         )
+    check_cores(name, int(text))
     return int(text)

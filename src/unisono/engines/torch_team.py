@@ -8,8 +8,6 @@ import atexit
 import contextlib
 import dataclasses
 import os
-import shutil
-import tempfile
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +24,7 @@ from unisono.errors import WorkerError
 from unisono.launch.answers import first_cause, worker_error
 from unisono.launch.channel import SharedMemory
 from unisono.launch.workers import Workers
+from unisono.scratch import Scratch, sweep
 
 _START_TIMEOUT_S = 180.0
 _ALIGNMENT = 64
@@ -41,7 +40,7 @@ class Team:
         self._group: Group | None = None
         self._memory: SharedMemory | None = None
         self._half = 0
-        self._folder = ""
+        self._scratch: Scratch | None = None
         self._begin()
 
     @classmethod
@@ -63,7 +62,7 @@ class Team:
                 _, data, text = answer
                 raise worker_error(1, data, text)
         size = self._placement.num_replicas
-        store = dist.FileStore(os.path.join(self._folder, "store"), size)
+        store = dist.FileStore(self._store, size)
         self._group = Group(store, 0, size, default_device())
         return self._group
 
@@ -124,15 +123,19 @@ class Team:
         if self._memory is not None:
             self._memory.close()
         self._memory = None
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._scratch is not None:
+            self._scratch.close()
+        self._scratch = None
 
     def _begin(self) -> None:
-        self._folder = tempfile.mkdtemp(prefix="unisono-")
+        sweep()
+        self._scratch = Scratch()
+        self._store = str(self._scratch.path / "store")
         count = self._placement.num_replicas
         self.workers = Workers(
             "unisono.engines.torch_worker",
             count,
-            [os.path.join(self._folder, "store")],
+            [self._store],
             [worker_environment(self._placement, rank) for rank in range(1, count)],
         )
 

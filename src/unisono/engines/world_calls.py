@@ -17,11 +17,11 @@ import numpy as np
 
 from unisono.engines.chief_files import for_rank, write_as_chief
 from unisono.engines.hooks import bind, original, unbind
+from unisono.engines.saving import SAVES, safely
 from unisono.engines.world_arrays import serving, unshared
 from unisono.engines.world_feed import Feed
 
 _CALLS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
-_SAVES = ("save", "save_weights", "export")
 
 
 class WorldCalls:
@@ -38,11 +38,11 @@ class WorldCalls:
         self._world = feed.world
         for name in _CALLS:
             bind(model, name, self._call(name))
-        for name in _SAVES:
+        for name in SAVES:
             bind(model, name, self._save(name))
 
     def release(self) -> None:
-        unbind(self._model, *_CALLS, *_SAVES)
+        unbind(self._model, *_CALLS, *SAVES)
 
     def build(self, plain: Callable[..., Any], iterator: Any = None, data_batch: Any = None) -> Any:
         """Keras' symbolic build, given plain data."""
@@ -65,7 +65,7 @@ class WorldCalls:
 
     def _save(self, name: str) -> Callable[..., Any]:
         def save(*args: Any, **kwargs: Any) -> Any:
-            method = original(self._model, name)
+            method = safely(self._model, name)
             path = args[0] if args else kwargs.get("filepath")
             return write_as_chief(self._world, f"{name} {path}", lambda: method(*args, **kwargs))
 

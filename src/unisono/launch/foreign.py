@@ -25,6 +25,7 @@ from unisono.launch.network import LOOPBACK, join_address, own_address, split_ad
 from unisono.launch.plan import TIMEOUT
 from unisono.launch.secret import new_secret, secret_of_run, shared_secret
 from unisono.launch.world import greet_at
+from unisono.scratch import hold, sweep_files
 from unisono.topology import COORDINATOR, Topology
 
 _FIRST_PORT, _NUM_PORTS = 61000, 4000
@@ -33,6 +34,7 @@ _NUM_TRIES = 8
 _STRIDE = 251
 _TIMEOUT_S = 600.0
 _TRY_S = 2.0
+_NOTE_NAME = re.compile("[0-9a-f]{32}")
 _RETRY_S = 0.2
 _PARTING_S = 5.0
 
@@ -79,7 +81,7 @@ def arrange(
     """Host the meeting or find it: the topology with its address, and the run's secret."""
     place = meeting_place(facts, env)
     if not place.ports:
-        path = _folder() / hashlib.sha256(place.run.encode()).hexdigest()[:32]
+        path = _folder() / hashlib.sha256(place.run.encode()).hexdigest()[:32]  # _NOTE_NAME
         if facts.is_chief:
             secret = new_secret()
             meeting = _host(facts, place, secret, env)
@@ -198,9 +200,10 @@ def _folder() -> Path:
 
 
 def _leave_note(path: Path, address: str, secret: str) -> None:
+    sweep_files(path.parent, _NOTE_NAME)
     file, draft = tempfile.mkstemp(dir=path.parent)  # Readable for this user alone.
-    with os.fdopen(file, "w") as note:
-        json.dump({"address": address, "secret": secret}, note)
+    hold(file)  # Open until this process ends: a kill leaves the note to the next run's sweep.
+    os.write(file, json.dumps({"address": address, "secret": secret}).encode())
     os.replace(draft, path)
     atexit.register(_remove_note, path, os.getpid())
 

@@ -5,13 +5,13 @@ at the end must not take the results of the rest with it.
 """
 
 import os
-import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from unisono.errors import OutputError
+from unisono.replacing import replacing
 
 
 @dataclass(frozen=True)
@@ -58,22 +58,6 @@ class Outputs:
 
 def write(path: Path, fill: Callable[[Path], None]) -> None:
     """Write a file whole or not at all; OutputError where the disk is full or has gone."""
-    # The ending is kept, as it tells Keras and matplotlib what to write.
-    draft = path.with_name(f".{path.stem}-draft{path.suffix}")
-    try:
-        fill(draft)
-        os.replace(draft, path)
-    except OSError as error:
-        draft.unlink(missing_ok=True)
-        free = _free_bytes(path.parent)
-        raise OutputError(
-            f"Could not write {path}: {error.strerror or error}{free}. The model is still in "
-            "memory; make room, or choose another place with --output."
-        ) from error
-
-
-def _free_bytes(folder: Path) -> str:
-    try:
-        return f" ({shutil.disk_usage(folder).free:,} bytes are free there)"
-    except OSError:
-        return ""
+    advice = "The model is still in memory; make room, or choose another place with --output."
+    with replacing(path, advice) as draft:
+        fill(draft.path)

@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from unisono.devices import Placement, choose, num_gpus, select
+from unisono.devices import Placement, choose, num_gpus, remark_on_cores, select
 from unisono.errors import SettingError
 from unisono.launch.failure import Failure
 from unisono.launch.start import Request, perform
@@ -31,6 +31,8 @@ def are_processes(placement: Placement) -> bool:
 def start_processes(placement: Placement, program: list[str]) -> int:
     """Run a program as one process per replica, to its end; the exit code."""
     gpus = select(placement.indices) if placement.is_simulated else None
+    if remark := remark_on_cores(placement.num_replicas):
+        print(f"warning: {remark}", file=sys.stderr, flush=True)
     outcome = perform(
         Request(
             program=tuple(program),

@@ -8,9 +8,10 @@ from typing import Any
 import keras
 from keras import callbacks, optimizers
 
-from unisono.bench.case import Adopt, Group, Results, files_in, state_of, temporary_folder, to_numpy
+from unisono.bench.case import Adopt, Group, Results, files_in, state_of, to_numpy
 from unisono.bench.exercise import exercise, fit, mlp, sgd
 from unisono.bench.tasks import regression
+from unisono.scratch import temporary_folder
 
 CALLBACKS = Group("Callbacks")
 
@@ -133,7 +134,7 @@ def terminate_on_nan(adopt: Adopt) -> Results:
 
 @CALLBACKS.case("`ModelCheckpoint`: each file once, loads as a plain model")
 def checkpoint(adopt: Adopt) -> Results:
-    with temporary_folder() as folder:
+    with temporary_folder("unisono-case-") as folder:
         save = callbacks.ModelCheckpoint(f"{folder}/{{epoch}}.keras")
         weights = callbacks.ModelCheckpoint(
             f"{folder}/best.weights.h5", save_weights_only=True, save_best_only=True
@@ -155,7 +156,7 @@ def backup(adopt: Adopt) -> Results:
             raise Interrupted
 
     task = regression()
-    with temporary_folder() as folder:
+    with temporary_folder("unisono-case-") as folder:
         model = compiled(adopt, optimizers.Adam(0.01))
         watchers = [
             callbacks.BackupAndRestore(folder),
@@ -171,7 +172,7 @@ def backup(adopt: Adopt) -> Results:
 
 @CALLBACKS.case("`CSVLogger`")
 def csv_logger(adopt: Adopt) -> Results:
-    with temporary_folder() as folder:
+    with temporary_folder("unisono-case-") as folder:
         path = Path(folder, "log.csv")
         results = fit_with(compiled(adopt), callbacks.CSVLogger(path))
         with path.open() as file:

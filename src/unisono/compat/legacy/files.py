@@ -7,12 +7,12 @@ Here a file keeps the name that the program gives it, with Keras 3's contents.
 import functools
 import os
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from unisono.compat.legacy.lines import announce
+from unisono.scratch import temporary_folder
 
 _ENDING = ".weights.h5"
 _ENDINGS_OF_MODELS = (".keras", ".h5")
@@ -47,8 +47,8 @@ def _loading(plain: Callable[..., Any]) -> Callable[..., Any]:
         path = Path(os.fspath(filepath))
         if path.name.endswith(_ENDING) or not _is_of_today(path):
             return plain(self, filepath, *args, **kwargs)
-        with tempfile.TemporaryDirectory() as folder:
-            named = Path(folder) / f"named{_ENDING}"
+        with temporary_folder() as folder:
+            named = folder / f"named{_ENDING}"
             try:
                 named.symlink_to(path.resolve())
             except OSError:
