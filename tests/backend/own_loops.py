@@ -130,6 +130,71 @@ def torch_loop(strategy: Any, num_rows: int, *, averages: bool = False) -> list[
     return results(model, optimizer, lines)
 
 
+def torch_native_loop(strategy: Any, num_rows: int, *, how: str = "adam") -> list[Any]:
+    """The first loop of Keras' guide for torch, whose optimizer is torch's own."""
+    import torch
+
+    model, _, _ = make()
+    model(np.zeros((1, 6), "float32"))
+    # Only rows of the first class reach it: where a replica has none, it has no gradient.
+    head = keras.layers.Dense(1, name="head")
+    head.build((None, 6))
+    parameters = [{"params": model.parameters()}, {"params": head.parameters(), "lr": 0.02}]
+    if how == "lbfgs":
+        parameters = [*model.parameters(), *head.parameters()]
+        optimizer: Any = torch.optim.LBFGS(parameters, max_iter=3, line_search_fn="strong_wolfe")
+    else:
+        optimizer = torch.optim.Adam(parameters, 0.01, eps=1e-3, fused=how == "fused_scaler")
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled="scaler" in how)
+    data: Any = [tuple(map(torch.as_tensor, batch)) for batch in batches(num_rows)]
+    # One row overflows, so that a scaler skips the second step on all replicas or on none.
+    weights = [torch.ones(len(x)) for x, _ in data]
+    weights[1][-1] = np.inf if "scaler" in how else 1.0
+    data = [(x, y, w) for (x, y), w in zip(data, weights, strict=True)]
+    if how == "lbfgs":
+        data = [tuple(part[:15] for part in data[0])]  # Any more would blow up roundings.
+    if strategy is not None:
+        data = strategy.distribute_dataset(data)
+    own = torch.nn.Parameter(torch.zeros(()))  # A tensor of no model: every process has its own.
+    own_optimizer = torch.optim.SGD([own], 1.0)
+    for _ in range(1 if how == "lbfgs" else 2):
+        for x, y, w in data:
+
+            def closure(x: Any = x, y: Any = y, w: Any = w) -> Any:
+                model.zero_grad()
+                head.zero_grad()
+                loss = torch.nn.functional.cross_entropy(
+                    model(x, training=True), y, reduction="none"
+                )
+                loss = (loss * w).mean()
+                if (y == 0).any():
+                    loss = loss + head(x[y == 0]).square().sum() / len(y)
+                scaler.scale(loss).backward()
+                return loss
+
+            if how == "lbfgs":
+                optimizer.step(closure)
+            else:
+                closure()
+                if how == "clipped_scaler":
+                    scaler.unscale_(optimizer)
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                scaler.step(optimizer)
+                scaler.update()
+            own_optimizer.zero_grad()
+            (own * (len(y) + (0 if strategy is None else 100))).backward()
+            own_optimizer.step()
+        schedule.step()
+    line = [scaler.get_scale(), optimizer.param_groups[0]["lr"]]
+    assert float(own.detach()) != 0
+    if strategy is not None:
+        line.append(len(unisono.check_replicas(model)))
+    state = [v for p in model.parameters() for _, v in sorted(optimizer.state[p].items())]
+    tensors = [torch.as_tensor(v).numpy() for v in state if not isinstance(v, list | type(None))]
+    return [np.asarray(line[:2]), *results(model, head, []), *tensors]
+
+
 def jax_loop(strategy: Any, num_rows: int) -> list[Any]:
     """The stateless loop of Keras' guide for JAX."""
     import jax
@@ -171,6 +236,42 @@ def jax_loop(strategy: Any, num_rows: int) -> list[Any]:
 
 
 LOOPS = {"jax": jax_loop, "tensorflow": tensorflow_loop, "torch": torch_loop}
+
+
+NATIVE = [(35, "adam"), (33, "adam")]
+NATIVE += [(35, how) for how in ("lbfgs", "scaler", "fused_scaler", "clipped_scaler")]
+
+
+def natively_in_each_process() -> list[Any]:
+    strategy = unisono.Strategy()
+    return [torch_native_loop(strategy, count, how=how) for count, how in NATIVE]
+
+
+def guide_in_each_process() -> tuple[list[Any], list[str]]:
+    """The loop of the guide as it stands, on the same batches in all processes and on others."""
+    rank = unisono.topology().rank
+    same = guide_loop(batches(35))
+    guide_loop(batches(35)[rank:])
+    return same, CHECKSUMS
+
+
+CHECKSUMS: list[str] = []
+
+
+def guide_loop(data: list[Any]) -> list[Any]:
+    import torch
+
+    model, _, _ = make()
+    model(np.zeros((1, 6), "float32"))
+    optimizer = torch.optim.Adam(model.parameters(), 0.01, eps=1e-3)
+    for x, y in data[:2]:
+        loss = torch.nn.functional.cross_entropy(model(x), torch.as_tensor(y))
+        model.zero_grad()
+        loss.backward()
+        optimizer.step()
+    if unisono.topology().world_size > 1:
+        CHECKSUMS.append(unisono.check_replicas(model))
+    return [keras.ops.convert_to_numpy(v) for v in model.variables]
 
 
 def in_each_process(loop: Any, rows: list[int], options: list[dict[str, Any]]) -> list[Any]:

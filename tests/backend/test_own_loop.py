@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import own_loops
 import pytest
-from own_loops import LOOPS
+from own_loops import LOOPS, NATIVE
 from twins import BACKEND, TOLERANCE, apart
 
 import unisono
@@ -54,6 +54,26 @@ def test_the_loop_agrees_in_every_process(replicas):
     for found in every:
         for one, other in zip(expected, found, strict=True):
             assert apart(one, other) <= TOLERANCE
+
+
+@only_torch
+def test_optimizers_of_torch_agree_with_one_device():
+    expected = [own_loops.torch_native_loop(None, count, how=how) for count, how in NATIVE]
+    for found in unisono.spawn(own_loops.natively_in_each_process, replicas=2):
+        for case, one, other in zip(NATIVE, expected, found, strict=True):
+            assert apart(one, other) <= TOLERANCE, case
+
+
+@only_torch
+def test_the_guides_loop_for_torch_agrees_as_it_stands():
+    expected = own_loops.guide_loop(own_loops.batches(35))
+    (same, sums), (also_same, other_sums) = unisono.spawn(
+        own_loops.guide_in_each_process, replicas=2
+    )
+    assert apart(expected, same) <= TOLERANCE
+    assert apart(same, also_same) == 0
+    assert sums == other_sums
+    assert len(set(sums)) == 2  # The second loop got other batches in each process.
 
 
 # -- parts of a loop ------------------------------------------------------------------------------

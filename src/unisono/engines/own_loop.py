@@ -79,7 +79,7 @@ class LoopReplication:
         """Of the models that the step has trained, in an order that all replicas share."""
         found = {}
         for model in self._models.values():
-            if any(id(variable) in replica.state.trained for variable in model.variables):
+            if _is_trained(model, replica.state.trained):
                 for variable in drifting_variables(model, sync_batch_norm=True):
                     found[id(variable)] = variable
         return sorted(found.values(), key=lambda variable: str(variable.path))
@@ -111,6 +111,11 @@ def living_keras_objects() -> tuple[list[Any], list[Any], list[Any]]:
     kinds = (keras.Model, keras.optimizers.Optimizer, keras.metrics.Metric)
     models, optimizers, metrics = ([o for o in found if issubclass(type(o), k)] for k in kinds)
     return models, optimizers, metrics
+
+
+def _is_trained(model: Any, trained: set[int]) -> bool:
+    """Whether variables, or their values as torch's own optimizers know them, were updated."""
+    return any(id(v) in trained or id(v._value) in trained for v in model.variables)
 
 
 def _result_of_all(

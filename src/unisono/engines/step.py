@@ -45,6 +45,8 @@ class StepState:
     has_trained: bool = False
     trained: set[int] = field(default_factory=set)
     """Ids of the variables that optimizers of this step have updated."""
+    unscaled: set[int] = field(default_factory=set)
+    """Ids of torch's own optimizers whose gradients were reduced before they were unscaled."""
 
     @property
     def is_weighted(self) -> bool:

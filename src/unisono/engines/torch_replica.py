@@ -71,13 +71,18 @@ class TorchReplica:
         # A gradient may exist on some replicas only (a branch that depends on the data).
         is_missing = [gradient is None for gradient in gradients]
         own = [
-            torch.zeros_like(variable.value) if gradient is None else gradient
+            torch.zeros_like(_value(variable)) if gradient is None else gradient.to_dense()
             for gradient, variable in zip(gradients, variables, strict=True)
         ]
         if weight != 1.0:
             own = [gradient * weight for gradient in own]
         flags = torch.tensor(is_missing, dtype=torch.float32, device=self.group.device)
         *totals, num_missing = self.group.add_up([*own, flags])
+        # Optimizers of sparse gradients take no others.
+        totals = [
+            total if gradient is None or not gradient.is_sparse else total.to_sparse(1)
+            for total, gradient in zip(totals, gradients, strict=True)
+        ]
         if not any(is_missing):
             return totals
         return [
@@ -116,7 +121,7 @@ def check_equal(replica: TorchReplica, variables: Sequence[Any]) -> None:
     if not variables:
         return
     # As bits: what is not a number must not look different from itself.
-    sums = torch.stack([variable.value.detach().double().sum() for variable in variables])
+    sums = torch.stack([_value(variable).detach().double().sum() for variable in variables])
     sums = sums.view(torch.int64)
     every = replica.group.gather(sums)
     if not all(torch.equal(every[0], other) for other in every[1:]):
@@ -124,6 +129,12 @@ def check_equal(replica: TorchReplica, variables: Sequence[Any]) -> None:
             "The replicas begin with different weights. Make the model from the same seed on each "
             "(keras.utils.set_random_seed), or load the same file."
         )
+
+
+def _value(variable: Any) -> torch.Tensor:
+    """The tensor of a Keras variable, or a parameter itself."""
+    value: torch.Tensor = variable.value if isinstance(variable, keras.Variable) else variable
+    return value
 
 
 class _Stack(torch.autograd.Function):
