@@ -238,6 +238,139 @@ def jax_loop(strategy: Any, num_rows: int) -> list[Any]:
 LOOPS = {"jax": jax_loop, "tensorflow": tensorflow_loop, "torch": torch_loop}
 
 
+def tensorflow_by_hand(strategy: Any, *, how: str, accumulator: Any = None) -> list[Any]:
+    """Gradients that a loop clips or accumulates before it applies them."""
+    import tensorflow as tf
+
+    keras.utils.set_random_seed(3)
+    layers = [keras.layers.Embedding(9, 4), keras.layers.Flatten(), keras.layers.Dense(3)]
+    model = keras.Sequential([keras.Input((6,), dtype="int32"), *layers])
+    optimizer = keras.optimizers.Adam(0.01, epsilon=1e-3)
+    reduce = list if strategy is None else strategy.reduce_gradients
+    accumulator = accumulator or keras.Variable
+    totals = [accumulator(np.zeros(v.shape, "float32")) for v in model.trainable_variables]
+
+    def gradients_of(batch: Any) -> Any:
+        x, y = batch
+        with tf.GradientTape() as tape:
+            losses = keras.losses.sparse_categorical_crossentropy(y, model(x), from_logits=True)
+            loss = tf.nn.compute_average_loss(losses, global_batch_size=tf.constant(GLOBAL_BATCH))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        if how != "not_all":
+            gradients = reduce(gradients)
+        return gradients
+
+    def clip_step(batch: Any) -> None:
+        gradients, _ = tf.clip_by_global_norm(gradients_of(batch), 0.05)
+        if how == "not_all":
+            reduce([tf.ones(2)])
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+    def accumulate_step(batch: Any) -> None:
+        for total, gradient in zip(totals, gradients_of(batch), strict=True):
+            total.assign_add(tf.convert_to_tensor(gradient))
+
+    def apply_step() -> None:
+        gradients = [tf.convert_to_tensor(total) for total in totals]
+        optimizer.apply(gradients, model.trainable_variables)
+        for total in totals:
+            total.assign(tf.zeros(total.shape))
+
+    @tf.function(reduce_retracing=True)
+    def run(batch: Any) -> None:
+        step = accumulate_step if how == "accumulate" else clip_step
+        _ = step(batch) if strategy is None else strategy.run(step, args=(batch,))
+
+    data: Any = [(np.abs(x * 2).astype("int32") % 9, y.astype("int32")) for x, y in batches(35)]
+    for number, batch in enumerate(data if strategy is None else strategy.distribute_dataset(data)):
+        run(batch)
+        if how == "accumulate" and number:
+            _ = apply_step() if strategy is None else strategy.run(apply_step)
+    return results(model, optimizer, [])
+
+
+def torch_by_hand(strategy: Any, *, how: str) -> list[Any]:
+    import torch
+
+    model, keras_optimizer, per_example = make()
+    model(np.zeros((1, 6), "float32"))
+    optimizer = torch.optim.Adam(model.parameters(), 0.01, eps=1e-3)
+    reduce = (lambda gradients: gradients) if strategy is None else strategy.reduce_gradients
+    data: Any = [tuple(map(torch.as_tensor, batch)) for batch in batches(35)]
+    if strategy is not None:
+        data = strategy.distribute_dataset(data)
+    for number, (x, y) in enumerate(data):
+        losses = per_example(y, model(x, training=True))
+        is_part = how == "accumulate_parts"
+        loss = unisono.compute_average_loss(losses) if is_part else losses.mean()
+        if not how.startswith("accumulate"):
+            model.zero_grad()
+        loss.backward()
+        if how == "clip_list":
+            weights = list(model.trainable_weights)
+            gradients = reduce([v.value.grad for v in weights])
+            norm = torch.linalg.vector_norm(torch.cat([g.ravel() for g in gradients]))
+            with torch.no_grad():
+                keras_optimizer.apply([g * 0.1 / norm for g in gradients], weights)
+            continue
+        if how == "not_all":
+            reduce([model.out.bias.value])
+        else:
+            reduce(model)
+        if how == "clip":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        if not how.startswith("accumulate") or number:
+            optimizer.step()
+            model.zero_grad()
+    return results(model, keras_optimizer, [])
+
+
+def jax_by_hand(strategy: Any, *, how: str) -> list[Any]:
+    import jax
+
+    model, optimizer, per_example = make()
+    model(np.zeros((1, 6), "float32"))
+    optimizer.build(model.trainable_variables)
+    reduce = list if strategy is None else strategy.reduce_gradients
+
+    @jax.jit
+    def step(state: Any, batch: Any) -> Any:
+        trainable, other, slots = state
+        x, y = batch
+
+        def loss_of(trainable: Any) -> Any:
+            return per_example(y, model.stateless_call(trainable, other, x)[0]).mean()
+
+        gradients = reduce(jax.grad(loss_of)(trainable))
+        norm = sum((g**2).sum() for g in gradients) ** 0.5
+        return optimizer.stateless_apply(slots, [g * 0.1 / norm for g in gradients], trainable)
+
+    parts = (model.trainable_variables, model.non_trainable_variables, optimizer.variables)
+    state: Any = keras.tree.map_structure(lambda variable: variable.value, parts)
+    data: Any = batches(35)
+    if strategy is not None:
+        state, data = strategy.replicate(parts), strategy.distribute_dataset(data)
+    for batch in data:
+        trainable, slots = (strategy.run if strategy else _call)(step, args=(state, batch))
+        state = (trainable, state[1], slots)
+    for variable, value in zip(model.trainable_variables, state[0], strict=True):
+        variable.assign(value)
+    return [keras.ops.convert_to_numpy(v) for v in model.variables]
+
+
+def _call(step: Any, args: Any) -> Any:
+    return step(*args)
+
+
+BY_HAND = {
+    "jax": [(jax_by_hand, "clip")],
+    "tensorflow": [(tensorflow_by_hand, how) for how in ("clip", "accumulate")],
+    "torch": [
+        (torch_by_hand, how) for how in ("clip", "clip_list", "accumulate", "accumulate_parts")
+    ],
+}
+
+
 NATIVE = [(35, "adam"), (33, "adam")]
 NATIVE += [(35, how) for how in ("lbfgs", "scaler", "fused_scaler", "clipped_scaler")]
 

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import own_loops
 import pytest
-from own_loops import LOOPS, NATIVE
+from own_loops import BY_HAND, LOOPS, NATIVE
 from twins import BACKEND, TOLERANCE, apart
 
 import unisono
@@ -74,6 +74,37 @@ def test_the_guides_loop_for_torch_agrees_as_it_stands():
     assert apart(same, also_same) == 0
     assert sums == other_sums
     assert len(set(sums)) == 2  # The second loop got other batches in each process.
+
+
+@on_one_process
+@pytest.mark.parametrize(("loop", "how"), BY_HAND[BACKEND])
+def test_gradients_reduced_by_hand_agree_with_one_device(loop, how):
+    found = loop(unisono.Strategy(replicas=2), how=how)
+    assert apart(loop(None, how=how), found) <= TOLERANCE
+
+
+@only_tensorflow
+def test_gradients_that_were_not_all_reduced():
+    import tensorflow as tf
+
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"through reduce_gradients"):
+        own_loops.tensorflow_by_hand(unisono.Strategy(replicas=2), how="not_all")
+
+
+@only_tensorflow
+def test_a_variable_of_tensorflow_that_replicas_share():
+    import tensorflow as tf
+
+    # TensorFlow makes it an error of its own on the way out of a tf.function.
+    strategy = unisono.Strategy(replicas=2)
+    with pytest.raises(Exception, match=r"StrategyError: .*Make it a keras\.Variable"):
+        own_loops.tensorflow_by_hand(strategy, how="accumulate", accumulator=tf.Variable)
+
+
+@only_tensorflow
+def test_gradients_outside_of_a_step():
+    with pytest.raises(unisono.StrategyError, match=r"that strategy\.run runs"):
+        unisono.Strategy(replicas=2).reduce_gradients([1.0])
 
 
 # -- parts of a loop ------------------------------------------------------------------------------

@@ -71,6 +71,10 @@ class JaxWorldLoop:
 
         return (keras.tree.map_structure(own, value),)
 
+    def reduce_gradients(self, gradients: Any) -> Any:
+        """A step sees the global batch, and so do its gradients."""
+        return gradients
+
     def replicate(self, state: Any) -> Any:
         """The chief's state, on every process' device."""
         leaves, structure = jax.tree.flatten(state, is_leaf=_is_variable)

@@ -42,6 +42,8 @@ class LoopReplication:
         self._kernels = kernels
         self._checked: dict[int, Any] = {}
         self._metrics: dict[int, Any] = {}
+        self.are_gradients_reduced = False
+        """Whether the loop has called `reduce_gradients`, and is to do so for all gradients."""
         self._models: dict[int, Any] = {}
 
     def take(
@@ -64,7 +66,21 @@ class LoopReplication:
 
     def start(self, replica: Replica) -> None:
         replica.state.reduces_updated_only = True
+        replica.state.are_gradients_reduced = self.are_gradients_reduced
         start_metrics(self._metrics.values(), replica.state)
+
+    def reduce_gradients(
+        self, replica: Replica, gradients: Sequence[Any], variables: Sequence[Any]
+    ) -> list[Any]:
+        """Reduce gradients now; from here on optimizers apply theirs as they are."""
+        self.leave_gradients(replica)
+        weight = 1.0 if replica.state.is_weighted else replica.share
+        return replica.reduce_gradients(gradients, variables, weight)
+
+    def leave_gradients(self, replica: Replica | None) -> None:
+        self.are_gradients_reduced = True
+        if replica is not None:
+            replica.state.are_gradients_reduced = True
 
     def finish(self, replica: Replica) -> None:
         """Make metrics and drifting state those of all rows."""

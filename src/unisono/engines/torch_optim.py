@@ -101,12 +101,15 @@ def _before_step(world: World | None, optimizer: Any, args: Any, kwargs: Any) ->
         # Evaluated as often as the optimizer likes, by what it returns: LBFGS searches so.
         def global_closure() -> Any:
             loss = closure()
-            reduce_in_place(replica, parameters)
+            if not state.are_gradients_reduced:
+                reduce_in_place(replica, parameters)
             return None if loss is None else _mean(replica, loss)
 
         rest = {name: value for name, value in kwargs.items() if name != "closure"}
         return (optimizer, global_closure, *args[2:]), rest
-    if id(optimizer) not in state.unscaled:
+    if state.are_gradients_reduced:
+        replica.check_reduced(optimizer, [parameter.grad for parameter in parameters])
+    elif id(optimizer) not in state.unscaled:
         reduce_in_place(replica, parameters)
     return None
 
@@ -121,7 +124,8 @@ def _reducing_first(plain: Callable[..., Any], world: World | None) -> Callable[
         unscaled = replica.state.unscaled
         if id(optimizer) not in unscaled:
             unscaled.add(id(optimizer))
-            reduce_in_place(replica, _reduced_parameters(optimizer, replica, world))
+            if not replica.state.are_gradients_reduced:
+                reduce_in_place(replica, _reduced_parameters(optimizer, replica, world))
         try:
             return plain(scaler, optimizer, *args, **kwargs)
         finally:

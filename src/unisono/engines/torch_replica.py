@@ -1,6 +1,7 @@
 """One torch replica in the middle of a step, in whichever process it runs."""
 
 import contextlib
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,11 +11,12 @@ import torch
 from unisono.data import share_bounds, share_sizes
 from unisono.engines.hooks import original
 from unisono.engines.replication import Replication
-from unisono.engines.step import StepState
+from unisono.engines.step import StepState, not_reduced_error
 from unisono.engines.torch_group import Group
 from unisono.errors import StrategyError
 
 _current: "TorchReplica | None" = None
+_checked: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class TorchReplica:
@@ -89,6 +91,16 @@ class TorchReplica:
             None if n == self.group.size else total
             for total, n in zip(totals, num_missing.tolist(), strict=True)
         ]
+
+    def check_reduced(self, optimizer: Any, gradients: Sequence[torch.Tensor | None]) -> None:
+        if optimizer in _checked:
+            return  # Once: the answer has to come to the host.
+        _checked.add(optimizer)
+        own = [0.0 if g is None else g.detach().abs().sum().item() for g in gradients]
+        every = self.group.gather(torch.tensor(own, dtype=torch.float64, device=self.group.device))
+        for other in every[1:]:
+            if not torch.allclose(every[0], other, rtol=1e-5, equal_nan=True):
+                raise StrategyError(not_reduced_error(optimizer))
 
 
 def current_replica() -> TorchReplica | None:
