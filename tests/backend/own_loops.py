@@ -3,6 +3,7 @@
 With `strategy=None` they run on one device and use nothing of unisono.
 """
 
+import contextlib
 from typing import Any
 
 import keras
@@ -356,6 +357,53 @@ def jax_by_hand(strategy: Any, *, how: str) -> list[Any]:
     for variable, value in zip(model.trainable_variables, state[0], strict=True):
         variable.assign(value)
     return [keras.ops.convert_to_numpy(v) for v in model.variables]
+
+
+def jax_guide_in_scope(strategy: Any) -> list[Any]:
+    """The loop of Keras' guide for JAX as it stands, on a model of the scope that was fitted."""
+    import jax
+
+    scope = contextlib.nullcontext() if strategy is None else strategy.scope()
+    with scope:
+        keras.utils.set_random_seed(3)
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(NUM_CLASSES)])
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    data: Any = batches(35)
+    model.fit(*data[0], batch_size=GLOBAL_BATCH, verbose=0)
+    optimizer = keras.optimizers.Adam(0.01, epsilon=1e-3)
+    optimizer.build(model.trainable_variables)
+
+    def loss_of(trainable: Any, x: Any, y: Any) -> Any:
+        logits, _ = model.stateless_call(trainable, [], x, training=True)
+        return keras.ops.mean(
+            keras.losses.sparse_categorical_crossentropy(y, logits, from_logits=True)
+        )
+
+    @jax.jit
+    def train_step(state: Any, batch: Any) -> Any:
+        trainable, slots = state
+        return optimizer.stateless_apply(slots, jax.grad(loss_of)(trainable, *batch), trainable)
+
+    state: Any = tuple([v.value for v in o.variables] for o in (model, optimizer))
+    for batch in data if strategy is None else strategy.distribute_dataset(data):
+        state = train_step(state, batch)
+    for variable, value in zip(model.trainable_variables, state[0], strict=True):
+        variable.assign(value)
+    return [keras.ops.convert_to_numpy(v) for v in model.variables]
+
+
+def stateful_fit(adopt: Any) -> list[Any]:
+    """A recurrent layer that goes on with the state of the batch before."""
+    keras.utils.set_random_seed(3)
+    layers = [keras.layers.SimpleRNN(4, stateful=True), keras.layers.Dense(2)]
+    model = keras.Sequential([keras.Input(batch_shape=(8, 3, 2)), *layers])
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    model = adopt(model)
+    rng = np.random.default_rng(0)
+    x, y = (rng.normal(size=shape).astype("float32") for shape in [(24, 3, 2), (24, 2)])
+    history = model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    predicted = model.predict(x, batch_size=8, verbose=0)
+    return [np.asarray(history.history["loss"]), predicted, *model.get_weights()]
 
 
 def _call(step: Any, args: Any) -> Any:

@@ -83,6 +83,14 @@ def test_gradients_reduced_by_hand_agree_with_one_device(loop, how):
     assert apart(loop(None, how=how), found) <= TOLERANCE
 
 
+@pytest.mark.skipif(BACKEND != "jax", reason="elsewhere a replica sees its own rows only")
+def test_the_guides_loop_in_a_scope_and_a_stateful_layer_agree():
+    found = own_loops.jax_guide_in_scope(unisono.Strategy(replicas=2))
+    assert apart(own_loops.jax_guide_in_scope(None), found) <= TOLERANCE
+    found = own_loops.stateful_fit(lambda model: unisono.parallel(model, replicas=2))
+    assert apart(own_loops.stateful_fit(lambda model: model), found) <= TOLERANCE
+
+
 @only_tensorflow
 def test_gradients_that_were_not_all_reduced():
     import tensorflow as tf

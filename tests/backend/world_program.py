@@ -13,7 +13,7 @@ from typing import Any
 
 import keras
 import numpy as np
-from own_loops import BY_HAND, LOOPS
+from own_loops import BY_HAND, LOOPS, jax_guide_in_scope, stateful_fit
 
 import unisono
 from unisono.bench.tasks import regression
@@ -234,6 +234,13 @@ def gradients_by_hand() -> Any:
     return found
 
 
+def guide_and_stateful_layer() -> Any:
+    if keras.backend.backend() != "jax":
+        return []
+    found = [jax_guide_in_scope(unisono.Strategy()), stateful_fit(unisono.parallel)]
+    return [[np.asarray(part, "float64").tolist() for part in results] for results in found]
+
+
 def gradients_not_all_reduced() -> Any:
     if keras.backend.backend() == "jax":
         return "reduce_gradients"
@@ -288,11 +295,12 @@ CHECKS = [
     replicas_are_checked,
     own_loop,
     gradients_by_hand,
-    gradients_not_all_reduced,
+    guide_and_stateful_layer,
     a_scope_adopts,
     # The processes take different paths here, so these come last.
     steps_that_differ,
     loops_that_differ,
+    gradients_not_all_reduced,
 ]
 
 
