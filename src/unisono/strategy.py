@@ -132,10 +132,11 @@ class Strategy:
                 gradients that differ between replicas.
 
         Example:
-            >>> import numpy as np
+            >>> from keras import ops
             >>> strategy = Strategy(replicas=1)
-            >>> strategy.run(lambda: strategy.reduce_gradients([None]))
-            [None]
+            >>> (gradient,) = strategy.run(lambda: strategy.reduce_gradients([ops.ones(2)]))
+            >>> gradient.shape[0]
+            2
         """
         return self._loop.reduce_gradients(gradients)
 

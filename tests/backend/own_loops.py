@@ -406,6 +406,41 @@ def stateful_fit(adopt: Any) -> list[Any]:
     return [np.asarray(history.history["loss"]), predicted, *model.get_weights()]
 
 
+class NativeNet(keras.Model):
+    """A training step of its own, whose optimizer is one of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = keras.layers.Dense(NUM_CLASSES)
+        self.out.build((None, 6))
+        self.native: Any = None
+
+    def call(self, x: Any) -> Any:
+        return self.out(x)
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        self.zero_grad()
+        loss = self.compute_loss(x, y, self(x))
+        loss.backward()
+        self.native.step()
+        return {"loss": loss}
+
+
+def native_fit(adopt: Any) -> list[Any]:
+    import torch
+
+    keras.utils.set_random_seed(3)
+    model = NativeNet()
+    model(np.zeros((1, 6), "float32"))
+    model.native = torch.optim.Adam(model.parameters(), 0.01, eps=1e-3)
+    model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model = adopt(model)
+    x, y = (np.concatenate(part) for part in zip(*batches(35), strict=True))
+    model.fit(x, y, batch_size=GLOBAL_BATCH, verbose=0)
+    return [keras.ops.convert_to_numpy(v) for v in model.trainable_variables]
+
+
 def _call(step: Any, args: Any) -> Any:
     return step(*args)
 
@@ -423,23 +458,16 @@ NATIVE = [(35, "adam"), (33, "adam")]
 NATIVE += [(35, how) for how in ("lbfgs", "scaler", "fused_scaler", "clipped_scaler")]
 
 
-def natively_in_each_process() -> list[Any]:
+def natively_in_each_process() -> dict[str, Any]:
+    """Loops with distributed batches; the guide's own on the same batches and on others."""
     strategy = unisono.Strategy()
-    return [torch_native_loop(strategy, count, how=how) for count, how in NATIVE]
+    loops = [torch_native_loop(strategy, count, how=how) for count, how in NATIVE]
+    same, checksum = guide_loop(batches(35))
+    _, other_checksum = guide_loop(batches(35)[unisono.topology().rank :])
+    return {"loops": loops, "same": same, "checksums": [checksum, other_checksum]}
 
 
-def guide_in_each_process() -> tuple[list[Any], list[str]]:
-    """The loop of the guide as it stands, on the same batches in all processes and on others."""
-    rank = unisono.topology().rank
-    same = guide_loop(batches(35))
-    guide_loop(batches(35)[rank:])
-    return same, CHECKSUMS
-
-
-CHECKSUMS: list[str] = []
-
-
-def guide_loop(data: list[Any]) -> list[Any]:
+def guide_loop(data: list[Any]) -> tuple[list[Any], str]:
     import torch
 
     model, _, _ = make()
@@ -450,9 +478,8 @@ def guide_loop(data: list[Any]) -> list[Any]:
         model.zero_grad()
         loss.backward()
         optimizer.step()
-    if unisono.topology().world_size > 1:
-        CHECKSUMS.append(unisono.check_replicas(model))
-    return [keras.ops.convert_to_numpy(v) for v in model.variables]
+    checksum = unisono.check_replicas(model) if unisono.topology().world_size > 1 else ""
+    return [keras.ops.convert_to_numpy(v) for v in model.variables], checksum
 
 
 def in_each_process(loop: Any, rows: list[int], options: list[dict[str, Any]]) -> list[Any]:

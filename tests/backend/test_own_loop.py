@@ -56,24 +56,33 @@ def test_the_loop_agrees_in_every_process(replicas):
             assert apart(one, other) <= TOLERANCE
 
 
+@pytest.fixture(scope="module")
+def natively():
+    return unisono.spawn(own_loops.natively_in_each_process, replicas=2)
+
+
 @only_torch
-def test_optimizers_of_torch_agree_with_one_device():
+def test_optimizers_of_torch_agree_with_one_device(natively):
     expected = [own_loops.torch_native_loop(None, count, how=how) for count, how in NATIVE]
-    for found in unisono.spawn(own_loops.natively_in_each_process, replicas=2):
-        for case, one, other in zip(NATIVE, expected, found, strict=True):
+    for found in natively:
+        for case, one, other in zip(NATIVE, expected, found["loops"], strict=True):
             assert apart(one, other) <= TOLERANCE, case
 
 
 @only_torch
-def test_the_guides_loop_for_torch_agrees_as_it_stands():
-    expected = own_loops.guide_loop(own_loops.batches(35))
-    (same, sums), (also_same, other_sums) = unisono.spawn(
-        own_loops.guide_in_each_process, replicas=2
-    )
-    assert apart(expected, same) <= TOLERANCE
-    assert apart(same, also_same) == 0
-    assert sums == other_sums
-    assert len(set(sums)) == 2  # The second loop got other batches in each process.
+def test_the_guides_loop_for_torch_agrees_as_it_stands(natively):
+    first, second = natively
+    expected, _ = own_loops.guide_loop(own_loops.batches(35))
+    assert apart(expected, first["same"]) <= TOLERANCE
+    assert apart(first["same"], second["same"]) == 0
+    assert first["checksums"] == second["checksums"]
+    assert len(set(first["checksums"])) == 2  # The second loop had other batches in each process.
+
+
+@only_torch
+def test_an_optimizer_of_torch_in_a_models_own_step():
+    found = own_loops.native_fit(lambda model: unisono.parallel(model, replicas=2))
+    assert apart(own_loops.native_fit(lambda model: model), found) <= TOLERANCE
 
 
 @on_one_process
