@@ -26,13 +26,19 @@ def check_replicas(model: "keras.Model") -> str:
     """
     check_model(model, "check_replicas")
     adopted: Adopted | None = adopted_as(model)
-    if adopted is None:
+    world = current_world()
+    if adopted is not None:
+        names, replicas = adopted.variable_names(), adopted.checksums()
+    elif world is not None:
+        # A model of a custom training loop: every process has a copy.
+        from unisono.engines.checksums import names_of, own_checksums
+
+        names, replicas = names_of(model), [own_checksums(model)]
+    else:
         raise ModelError(
             "Asked to compare the replicas of a model that has none. Call unisono.parallel(model) "
             "first."
         )
-    names, replicas = adopted.variable_names(), adopted.checksums()
-    world = current_world()
     if world is not None:
         replicas = [one for own in world.exchange("check_replicas", replicas) for one in own]
     for replica, found in enumerate(replicas[1:], start=1):

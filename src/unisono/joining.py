@@ -49,7 +49,7 @@ def join() -> World | None:
     world = World(facts, secret, start_timeout_s=timeout_s)
     os.environ[JOINED] = str(os.getpid())
     enter(world)
-    after_import("keras", lambda keras: _seed(keras, world))
+    after_import("keras", lambda keras: _prepare_keras(keras, world))
     for framework in ("jax", "tensorflow", "torch"):
         after_import(framework, functools.partial(_join_backend, framework, world))
     return world
@@ -100,9 +100,11 @@ def is_command(words: Sequence[str]) -> bool:
     return False
 
 
-def _seed(keras: Any, world: World) -> None:
+def _prepare_keras(keras: Any, world: World) -> None:
     # Models that the processes build then begin alike, and their data is shuffled alike.
     importlib.import_module("unisono.engines.seeds").set_seed(world.seed)
+    if keras_backend() == "torch" and world.is_ours:
+        importlib.import_module("unisono.engines.torch_optim").hook_for_good(world)
 
 
 def _join_backend(framework: str, world: World, module: Any) -> None:

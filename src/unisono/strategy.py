@@ -111,6 +111,36 @@ class Strategy:
         """What `run` returned on all replicas, joined in replica order."""
         return self._loop.gather(value, axis)
 
+    def reduce_gradients(self, gradients: Any) -> Any:
+        """Gradients of the global batch, to be clipped or accumulated before they are applied.
+
+        On TensorFlow and torch a step computes the gradients of one replica's rows, and optimizers
+        reduce them over the replicas when they are applied. What a loop does to gradients before
+        that, it does to a part. This call reduces them at once, weighted as the optimizers do.
+        From the first call on, optimizers apply gradients as they are, so a loop passes all of its
+        gradients through it. On JAX gradients are those of the global batch already.
+
+        Args:
+            gradients: A list of gradients; on TensorFlow with `IndexedSlices` and `None` among
+                them. On torch also a model, or a list of parameters or variables, whose `.grad` is
+                then reduced in place.
+
+        Returns:
+            The list of reduced gradients.
+
+        Raises:
+            StrategyError: Outside of a step on TensorFlow, and when an optimizer later is given
+                gradients that differ between replicas.
+
+        Example:
+            >>> from keras import ops
+            >>> strategy = Strategy(replicas=1)
+            >>> (gradient,) = strategy.run(lambda: strategy.reduce_gradients([ops.ones(2)]))
+            >>> gradient.shape[0]
+            2
+        """
+        return self._loop.reduce_gradients(gradients)
+
     def replicate(self, state: Any) -> Any:
         """The state of a step, on every replica: variables or arrays in any structure.
 

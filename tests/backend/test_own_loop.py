@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import own_loops
 import pytest
-from own_loops import LOOPS
+from own_loops import BY_HAND, LOOPS, NATIVE
 from twins import BACKEND, TOLERANCE, apart
 
 import unisono
@@ -54,6 +54,74 @@ def test_the_loop_agrees_in_every_process(replicas):
     for found in every:
         for one, other in zip(expected, found, strict=True):
             assert apart(one, other) <= TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def natively():
+    return unisono.spawn(own_loops.natively_in_each_process, replicas=2)
+
+
+@only_torch
+def test_optimizers_of_torch_agree_with_one_device(natively):
+    expected = [own_loops.torch_native_loop(None, count, how=how) for count, how in NATIVE]
+    for found in natively:
+        for case, one, other in zip(NATIVE, expected, found["loops"], strict=True):
+            assert apart(one, other) <= TOLERANCE, case
+
+
+@only_torch
+def test_the_guides_loop_for_torch_agrees_as_it_stands(natively):
+    first, second = natively
+    expected, _ = own_loops.guide_loop(own_loops.batches(35))
+    assert apart(expected, first["same"]) <= TOLERANCE
+    assert apart(first["same"], second["same"]) == 0
+    assert first["checksums"] == second["checksums"]
+    assert len(set(first["checksums"])) == 2  # The second loop had other batches in each process.
+
+
+@only_torch
+def test_an_optimizer_of_torch_in_a_models_own_step():
+    found = own_loops.native_fit(lambda model: unisono.parallel(model, replicas=2))
+    assert apart(own_loops.native_fit(lambda model: model), found) <= TOLERANCE
+
+
+@on_one_process
+@pytest.mark.parametrize(("loop", "how"), BY_HAND[BACKEND])
+def test_gradients_reduced_by_hand_agree_with_one_device(loop, how):
+    found = loop(unisono.Strategy(replicas=2), how=how)
+    assert apart(loop(None, how=how), found) <= TOLERANCE
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="elsewhere a replica sees its own rows only")
+def test_the_guides_loop_in_a_scope_and_a_stateful_layer_agree():
+    found = own_loops.jax_guide_in_scope(unisono.Strategy(replicas=2))
+    assert apart(own_loops.jax_guide_in_scope(None), found) <= TOLERANCE
+    found = own_loops.stateful_fit(lambda model: unisono.parallel(model, replicas=2))
+    assert apart(own_loops.stateful_fit(lambda model: model), found) <= TOLERANCE
+
+
+@only_tensorflow
+def test_gradients_that_were_not_all_reduced():
+    import tensorflow as tf
+
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"through reduce_gradients"):
+        own_loops.tensorflow_by_hand(unisono.Strategy(replicas=2), how="not_all")
+
+
+@only_tensorflow
+def test_a_variable_of_tensorflow_that_replicas_share():
+    import tensorflow as tf
+
+    # TensorFlow makes it an error of its own on the way out of a tf.function.
+    strategy = unisono.Strategy(replicas=2)
+    with pytest.raises(Exception, match=r"StrategyError: .*Make it a keras\.Variable"):
+        own_loops.tensorflow_by_hand(strategy, how="accumulate", accumulator=tf.Variable)
+
+
+@only_tensorflow
+def test_gradients_outside_of_a_step():
+    with pytest.raises(unisono.StrategyError, match=r"that strategy\.run runs"):
+        unisono.Strategy(replicas=2).reduce_gradients([1.0])
 
 
 # -- parts of a loop ------------------------------------------------------------------------------

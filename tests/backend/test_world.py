@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from own_loops import LOOPS
+from own_loops import BY_HAND, LOOPS, jax_guide_in_scope, stateful_fit
 
 from unisono.bench.case import FLOAT32
 from unisono.bench.cases import CASES
@@ -179,6 +179,29 @@ def test_an_own_loop_gives_what_one_device_gives(world):
         actual = [[np.asarray(part) for part in loop] for loop in found]
         deviation = largest_deviation(expected, actual)
         assert deviation.value <= FLOAT32, deviation
+
+
+def test_gradients_reduced_by_hand_give_what_one_device_gives(world):
+    expected = [loop(None, how=how) for loop, how in BY_HAND[BACKEND]]
+    for found in world.found("gradients_by_hand"):
+        for (_, how), one, other in zip(BY_HAND[BACKEND], expected, found, strict=True):
+            actual = [np.asarray(part) for part in other]
+            deviation = largest_deviation([one], [actual])
+            assert deviation.value <= FLOAT32, (how, deviation)
+
+
+def test_gradients_that_were_not_reduced_are_noticed(world):
+    for told in world.found("gradients_not_all_reduced"):
+        assert "reduce_gradients" in told
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="elsewhere a replica sees its own rows only")
+def test_the_guides_loop_in_a_scope_and_a_stateful_layer(world):
+    expected = [jax_guide_in_scope(None), stateful_fit(lambda model: model)]
+    for found in world.found("guide_and_stateful_layer"):
+        for one, other in zip(expected, found, strict=True):
+            deviation = largest_deviation([one], [[np.asarray(part) for part in other]])
+            assert deviation.value <= FLOAT32, deviation
 
 
 def measured(names: tuple[str, ...], folder: Path) -> dict[str, Any]:

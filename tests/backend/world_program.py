@@ -13,7 +13,7 @@ from typing import Any
 
 import keras
 import numpy as np
-from own_loops import LOOPS
+from own_loops import BY_HAND, LOOPS, jax_guide_in_scope, stateful_fit
 
 import unisono
 from unisono.bench.tasks import regression
@@ -226,6 +226,32 @@ def own_loop() -> Any:
     return [[np.asarray(p, "float64").tolist() for p in loop(strategy, rows)] for rows in (35, 33)]
 
 
+def gradients_by_hand() -> Any:
+    found = []
+    for loop, how in BY_HAND[keras.backend.backend()]:
+        results = loop(unisono.Strategy(), how=how)
+        found.append([np.asarray(part, "float64").tolist() for part in results])
+    return found
+
+
+def guide_and_stateful_layer() -> Any:
+    if keras.backend.backend() != "jax":
+        return []
+    found = [jax_guide_in_scope(unisono.Strategy()), stateful_fit(unisono.parallel)]
+    return [[np.asarray(part, "float64").tolist() for part in results] for results in found]
+
+
+def gradients_not_all_reduced() -> Any:
+    if keras.backend.backend() == "jax":
+        return "reduce_gradients"
+    loop = BY_HAND[keras.backend.backend()][0][0]
+    try:
+        loop(unisono.Strategy(), how="not_all")
+    except Exception as error:
+        return str(error)
+    return None
+
+
 def a_scope_adopts() -> Any:
     keras.utils.set_random_seed(5 + RANK)
     with unisono.Strategy().scope():
@@ -268,10 +294,13 @@ CHECKS = [
     another_number_of_replicas,
     replicas_are_checked,
     own_loop,
+    gradients_by_hand,
+    guide_and_stateful_layer,
     a_scope_adopts,
     # The processes take different paths here, so these come last.
     steps_that_differ,
     loops_that_differ,
+    gradients_not_all_reduced,
 ]
 
 

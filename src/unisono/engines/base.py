@@ -59,6 +59,9 @@ class OwnLoop(Protocol):
     def local_results(self, value: Any) -> tuple[Any, ...]:
         """What `run` returned on each replica of this process."""
 
+    def reduce_gradients(self, gradients: Any) -> Any:
+        """Gradients of the global batch, from those of a replica's rows; see `Strategy`."""
+
     def replicate(self, state: Any) -> Any:
         """State of a step, given to every replica."""
 

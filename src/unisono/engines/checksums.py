@@ -19,7 +19,10 @@ def compared_variables(model: Any) -> list[Any]:
 
 
 def names_of(model: Any) -> list[str]:
-    return [str(variable.path) for variable in compared_variables(model)]
+    return [
+        *(str(variable.path) for variable in compared_variables(model)),
+        *(name for name, _ in _native_state(model)),
+    ]
 
 
 def checksum(value: Any) -> int:
@@ -28,4 +31,14 @@ def checksum(value: Any) -> int:
 
 def own_checksums(model: Any) -> list[int]:
     """Of the values that this process holds."""
-    return [checksum(keras.ops.convert_to_numpy(v)) for v in compared_variables(model)]
+    values = [*compared_variables(model), *(value for _, value in _native_state(model))]
+    return [checksum(keras.ops.convert_to_numpy(value)) for value in values]
+
+
+def _native_state(model: Any) -> list[tuple[str, Any]]:
+    """The state that optimizers of torch's own keep of a model's parameters, with names."""
+    if keras.backend.backend() != "torch":
+        return []
+    from unisono.engines.torch_optim import native_state
+
+    return native_state(model)

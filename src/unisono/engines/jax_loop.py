@@ -65,6 +65,10 @@ class JaxLoop:
     def local_results(self, value: Any) -> tuple[Any, ...]:
         return (value,)
 
+    def reduce_gradients(self, gradients: Any) -> Any:
+        """A step sees the global batch, and so do its gradients."""
+        return gradients
+
     def replicate(self, state: Any) -> Any:
         replicated = self._mesh.replicated
 

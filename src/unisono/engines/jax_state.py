@@ -5,7 +5,7 @@ read and write them: a step is given what the variables hold, and they are given
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -115,6 +115,12 @@ class StepState:
             variable, value = pairs[place]
             value.array, value.shown = None, given
             variable._value = given
+
+    def show_as(self, change: Callable[[Any], Any]) -> None:
+        """Have the variables hold the same values in another form."""
+        for variable, value in self._pairs():
+            if variable._value is value.shown:
+                value.shown = variable._value = change(value.shown)
 
     def variables(self) -> list[Any]:
         """The variables of the step, by position."""

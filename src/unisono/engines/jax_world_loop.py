@@ -14,7 +14,7 @@ import numpy as np
 from unisono.devices import Placement
 from unisono.engines.jax_ahead import await_turn, note_step
 from unisono.engines.jax_collectives import JaxCollectives
-from unisono.engines.jax_world_mesh import peers_watched, world_mesh
+from unisono.engines.jax_world_mesh import peers_watched, uncommitted, world_mesh
 from unisono.engines.world_feed import Feed
 from unisono.errors import StrategyError
 
@@ -71,6 +71,10 @@ class JaxWorldLoop:
 
         return (keras.tree.map_structure(own, value),)
 
+    def reduce_gradients(self, gradients: Any) -> Any:
+        """A step sees the global batch, and so do its gradients."""
+        return gradients
+
     def replicate(self, state: Any) -> Any:
         """The chief's state, on every process' device."""
         leaves, structure = jax.tree.flatten(state, is_leaf=_is_variable)
@@ -78,7 +82,7 @@ class JaxWorldLoop:
         chiefs = JaxCollectives(kind=self._kind).broadcast(values, root=0)
         for leaf, value in zip(leaves, chiefs, strict=True):
             if _is_variable(leaf):
-                leaf._value = value
+                leaf._value = uncommitted(value)
         return jax.tree.unflatten(structure, [self._mesh.put(value) for value in chiefs])
 
     def num_rows(self) -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import keras
 import numpy as np
+from jax._src.array import ArrayImpl
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from unisono.engines.world_feed import Share
@@ -88,6 +89,13 @@ class WorldMesh:
         add = jax.jit(lambda x: x.sum(), out_shardings=self.replicated)
         with peers_watched(), _without_greetings():
             add(self.put_rows(np.ones(1, "int32"))).block_until_ready()
+
+
+def uncommitted(value: Any) -> Any:
+    """The same array of one device, which JAX may move to where other arguments of a call lie."""
+    if not isinstance(value, jax.Array) or not value.committed:
+        return value
+    return ArrayImpl(value.aval, value.sharding, [value], committed=False)
 
 
 def world_mesh(kind: str | None = None, ranks: Sequence[int] | None = None) -> WorldMesh:

@@ -24,7 +24,8 @@ from unisono.engines.jax_batch_norm import tracing_step
 from unisono.engines.jax_collectives import JaxCollectives
 from unisono.engines.jax_functions import bind_makers, rebuild_functions, unbind_makers
 from unisono.engines.jax_state import KnownValues, StepState
-from unisono.engines.jax_world_mesh import peers_watched, world_mesh
+from unisono.engines.jax_world_mesh import peers_watched, uncommitted, world_mesh
+from unisono.engines.world_arrays import unshared
 from unisono.engines.world_calls import WorldCalls
 from unisono.engines.world_feed import Feed, Share
 
@@ -88,6 +89,8 @@ class JaxWorldReplicas:
         self._list_all()
         with self._feed.calling(when):
             self._agree(Share(None, 0, True, 0))
+        # A custom training loop may take them along with arrays of the mesh.
+        self._state.show_as(uncommitted)
 
     def _list_all(self) -> None:
         is_compiled = bool(self._model.compiled and self._model.optimizer is not None)
@@ -136,7 +139,22 @@ class JaxWorldReplicas:
         return run
 
     def _build(self, iterator: Any = None, data_batch: Any = None) -> Any:
-        return self._calls.build(original(self._model, "_symbolic_build"), iterator, data_batch)
+        # A step sees the global batch, whose rows a stateful layer counts.
+        batches = None if iterator is None else unshared(iterator, self._global_spec)
+        return original(self._model, "_symbolic_build")(batches, data_batch)
+
+    def _global_spec(self, share: Share) -> Any:
+        """Tensors with the shapes of a global batch of which this process has a share."""
+        num_own = share.num_rows if share.is_whole else share.num_rows // self._mesh.size
+
+        def spec(leaf: Any) -> Any:
+            if leaf is None:
+                return None
+            is_split = len(leaf.shape) > 0 and leaf.shape[0] == num_own
+            shape = (share.num_rows, *leaf.shape[1:]) if is_split else leaf.shape
+            return keras.KerasTensor(shape, leaf.dtype)
+
+        return keras.tree.map_structure(spec, share.data)
 
     @property
     def _is_eager(self) -> bool:

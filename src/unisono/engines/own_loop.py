@@ -42,6 +42,8 @@ class LoopReplication:
         self._kernels = kernels
         self._checked: dict[int, Any] = {}
         self._metrics: dict[int, Any] = {}
+        self.are_gradients_reduced = False
+        """Whether the loop has called `reduce_gradients`, and is to do so for all gradients."""
         self._models: dict[int, Any] = {}
 
     def take(
@@ -64,7 +66,21 @@ class LoopReplication:
 
     def start(self, replica: Replica) -> None:
         replica.state.reduces_updated_only = True
+        replica.state.are_gradients_reduced = self.are_gradients_reduced
         start_metrics(self._metrics.values(), replica.state)
+
+    def reduce_gradients(
+        self, replica: Replica, gradients: Sequence[Any], variables: Sequence[Any]
+    ) -> list[Any]:
+        """Reduce gradients now; from here on optimizers apply theirs as they are."""
+        self.leave_gradients(replica)
+        weight = 1.0 if replica.state.is_weighted else replica.share
+        return replica.reduce_gradients(gradients, variables, weight)
+
+    def leave_gradients(self, replica: Replica | None) -> None:
+        self.are_gradients_reduced = True
+        if replica is not None:
+            replica.state.are_gradients_reduced = True
 
     def finish(self, replica: Replica) -> None:
         """Make metrics and drifting state those of all rows."""
@@ -79,7 +95,7 @@ class LoopReplication:
         """Of the models that the step has trained, in an order that all replicas share."""
         found = {}
         for model in self._models.values():
-            if any(id(variable) in replica.state.trained for variable in model.variables):
+            if _is_trained(model, replica.state.trained):
                 for variable in drifting_variables(model, sync_batch_norm=True):
                     found[id(variable)] = variable
         return sorted(found.values(), key=lambda variable: str(variable.path))
@@ -111,6 +127,11 @@ def living_keras_objects() -> tuple[list[Any], list[Any], list[Any]]:
     kinds = (keras.Model, keras.optimizers.Optimizer, keras.metrics.Metric)
     models, optimizers, metrics = ([o for o in found if issubclass(type(o), k)] for k in kinds)
     return models, optimizers, metrics
+
+
+def _is_trained(model: Any, trained: set[int]) -> bool:
+    """Whether variables, or their values as torch's own optimizers know them, were updated."""
+    return any(id(v) in trained or id(v._value) in trained for v in model.variables)
 
 
 def _result_of_all(

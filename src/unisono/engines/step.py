@@ -45,6 +45,10 @@ class StepState:
     has_trained: bool = False
     trained: set[int] = field(default_factory=set)
     """Ids of the variables that optimizers of this step have updated."""
+    are_gradients_reduced: bool = False
+    """Whether the loop reduces its gradients by `reduce_gradients`, so that optimizers need not."""
+    unscaled: set[int] = field(default_factory=set)
+    """Ids of torch's own optimizers whose gradients were reduced before they were unscaled."""
 
     @property
     def is_weighted(self) -> bool:
@@ -86,6 +90,9 @@ class Replica(Protocol):
     ) -> list[Any]:
         """Sums over replicas times a weight; None where no replica has a gradient."""
 
+    def check_reduced(self, optimizer: Any, gradients: Sequence[Any]) -> None:
+        """StrategyError where gradients that an optimizer applies as they are differ."""
+
 
 def update_metric(
     replica: Replica, metric: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any
@@ -126,8 +133,21 @@ def apply_gradients(
     replica.state.has_trained = True
     replica.state.trained.update(map(id, variables))
     weighted.discard(id(optimizer))
+    if replica.state.are_gradients_reduced:
+        grads = list(grads)
+        replica.check_reduced(optimizer, grads)
+        return plain(grads, trainable_variables)
     reduced = replica.reduce_gradients(list(grads), variables, weight)
     return plain(reduced, trainable_variables)
+
+
+def not_reduced_error(optimizer: Any) -> str:
+    return (
+        f"The optimizer {getattr(optimizer, 'name', type(optimizer).__name__)} was given gradients "
+        "that differ between replicas, in a loop that calls strategy.reduce_gradients: optimizers "
+        "then apply gradients as they are. Pass every gradient of the loop through "
+        "reduce_gradients, after the last backward pass."
+    )
 
 
 def scale_loss(replica: Replica, optimizer: Any, plain: Callable[..., Any], loss: Any) -> Any:

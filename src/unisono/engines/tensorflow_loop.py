@@ -34,7 +34,8 @@ class TensorFlowLoop:
         self.num_replicas = placement.num_replicas
         self._strategy = strategy_of(placement)
         self._replication = LoopReplication(current_replica)
-        self._known_steps = KnownSteps(self._spec, self._take)
+        is_shared = self.num_replicas > 1
+        self._known_steps = KnownSteps(self._spec, self._take, is_shared=is_shared)
         self._spread_seeds: dict[int, Any] = {}
 
     def split(self, batch: Any, num_rows: int) -> Any:
@@ -96,6 +97,20 @@ class TensorFlowLoop:
         results: tuple[Any, ...] = self._strategy.experimental_local_results(value)
         return results
 
+    @_as_written
+    def reduce_gradients(self, gradients: Any) -> Any:
+        replica = current_replica()
+        if replica is not None:
+            gradients = list(gradients)
+            return self._replication.reduce_gradients(replica, gradients, gradients)
+        if not self._known_steps.is_tracing:
+            raise StrategyError(
+                "Asked to reduce gradients outside of a step. Call strategy.reduce_gradients in "
+                "the function that strategy.run runs."
+            )
+        self._replication.leave_gradients(None)
+        return list(gradients)
+
     def replicate(self, state: Any) -> Any:
         """Variables get their copies when a step first uses them."""
         return state
@@ -132,9 +147,11 @@ class TensorFlowLoop:
         links = LinksInProcess(self.num_replicas)
         return TensorFlowReplica(rows, num_rows, links, is_own_loop=True)
 
-    def _take(self, models: list[Any], optimizers: list[Any], metrics: list[Any]) -> None:
+    def _take(
+        self, models: list[Any], optimizers: list[Any], metrics: list[Any], loose: list[Any]
+    ) -> None:
         self._replication.take(models, optimizers, metrics)
-        variables = variables_of([*models, *optimizers, *metrics])
+        variables = [*variables_of([*models, *optimizers, *metrics]), *loose]
         for optimizer in with_inner(optimizers):
             stay_in_replica(optimizer)
         replace_values(

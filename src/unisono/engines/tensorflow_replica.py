@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from unisono.data import share_bounds
-from unisono.engines.step import StepState
+from unisono.engines.step import StepState, not_reduced_error
 
 _running = threading.local()
 
@@ -57,6 +57,7 @@ class TensorFlowReplica:
             leaf for leaf in tf.nest.flatten(data, expand_composites=True) if leaf is not None
         ]
         self._links = links
+        self._graph = tf.compat.v1.get_default_graph()
         self._index = links.index
         self.num_rows = num_rows
         self._num_replicas = num_replicas = links.num_replicas
@@ -162,6 +163,18 @@ class TensorFlowReplica:
         known = [_weighted(g, weight) for g in gradients if g is not None]
         totals = iter(self.total(known))
         return [None if g is None else next(totals) for g in gradients]
+
+    def check_reduced(self, optimizer: Any, gradients: Sequence[Any]) -> None:
+        if tf.compat.v1.get_default_graph() is not self._graph:
+            return  # In a branch of the graph, where replicas cannot reach each other.
+        dense = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+        sums = [tf.reduce_sum(tf.abs(tf.cast(g, tf.float32))) for g in dense if g is not None]
+        if sums:
+            own = tf.add_n(sums)
+            (total,) = self.total([own])
+            difference = tf.abs(total - self._num_replicas * own)
+            is_other = difference > 1e-4 * tf.abs(total)  # False where they overflowed.
+            tf.debugging.Assert(tf.logical_not(is_other), [not_reduced_error(optimizer)])
 
 
 def _weighted(gradient: Any, weight: Any) -> Any:

@@ -94,6 +94,20 @@ class TensorFlowWorldLoop:
     def local_results(self, value: Any) -> tuple[Any, ...]:
         return (value,)
 
+    @_as_written
+    def reduce_gradients(self, gradients: Any) -> Any:
+        replica = current_replica()
+        if replica is not None:
+            gradients = list(gradients)
+            return self._replication.reduce_gradients(replica, gradients, gradients)
+        if not self._known_steps.is_tracing:
+            raise StrategyError(
+                "Asked to reduce gradients outside of a step. Call strategy.reduce_gradients in "
+                "the function that strategy.run runs."
+            )
+        self._replication.leave_gradients(None)
+        return list(gradients)
+
     def replicate(self, state: Any) -> Any:
         """Variables take over the chief's values when a step first uses them."""
         return state
@@ -120,11 +134,13 @@ class TensorFlowWorldLoop:
         links = LinksAcrossProcesses(self._group)
         return TensorFlowReplica(rows, num_rows, links, is_own_loop=True)
 
-    def _take(self, models: list[Any], optimizers: list[Any], metrics: list[Any]) -> None:
+    def _take(
+        self, models: list[Any], optimizers: list[Any], metrics: list[Any], loose: list[Any]
+    ) -> None:
         self._replication.take(models, optimizers, metrics)
         for optimizer in with_inner(optimizers):
             stay_in_replica(optimizer)
-        found = variables_of([*models, *optimizers, *metrics])
+        found = [*variables_of([*models, *optimizers, *metrics]), *loose]
         new = [v for v in found if v._value is not None and id(v) not in self._taken]
         self._taken |= {id(variable): variable for variable in new}
         watch = Watch(self._group)

@@ -14,6 +14,7 @@ from unisono.engines.step import SEED_STRIDE
 from unisono.engines.torch_carry import unpack
 from unisono.engines.torch_devices import default_device
 from unisono.engines.torch_group import Group
+from unisono.engines.torch_optim import hooked
 from unisono.engines.torch_replica import TorchReplica, current_replica, own_rows, run_step
 from unisono.engines.torch_team import Place
 from unisono.launch.channel import SharedMemory
@@ -56,7 +57,7 @@ class WorkerModel:
         if self._model.training != training:
             self._model.train(training)
         replica = TorchReplica(self._group, num_rows)
-        with torch.set_grad_enabled(name == "train_step"):
+        with torch.set_grad_enabled(name == "train_step"), hooked():
             run_step(self._model, self._replication, name, data, replica)
 
 

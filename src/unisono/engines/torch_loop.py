@@ -19,6 +19,7 @@ from unisono.engines.parts import seed_states
 from unisono.engines.step import SEED_STRIDE
 from unisono.engines.torch_devices import default_device
 from unisono.engines.torch_group import Group
+from unisono.engines.torch_optim import reduce_in_place
 from unisono.engines.torch_replica import (
     TorchReplica,
     begin,
@@ -105,6 +106,28 @@ class TorchLoop:
     def local_results(self, value: Any) -> tuple[Any, ...]:
         return (value,)
 
+    def reduce_gradients(self, gradients: Any) -> Any:
+        if not isinstance(gradients, torch.nn.Module):
+            gradients = list(gradients)  # `model.parameters()` can be read only once.
+        parameters = _parameters(gradients)
+        group = self._group_or_none()
+        if group is None:
+            return gradients if parameters is None else [p.grad for p in parameters]
+        replica = current_replica() or TorchReplica(group, group.size)
+        if parameters is not None:
+            self._replication.leave_gradients(replica)
+            reduce_in_place(replica, parameters)
+            return [parameter.grad for parameter in parameters]
+        is_missing = torch.tensor([g is None for g in gradients], device=group.device)
+        if any(not torch.equal(is_missing, other) for other in group.gather(is_missing)):
+            raise StrategyError(
+                "Asked to reduce a list of gradients that are None on some replicas only. Pass the "
+                "model or its parameters instead: their `.grad` is then reduced in place."
+            )
+        known = [g for g in gradients if g is not None]
+        totals = iter(self._replication.reduce_gradients(replica, known, known))
+        return [None if g is None else next(totals) for g in gradients]
+
     def replicate(self, state: Any) -> Any:
         """Every process makes its own state, from the same seed."""
         return state
@@ -117,8 +140,9 @@ class TorchLoop:
         replica = current_replica()
         if replica is None:
             return value
-        part = value * replica.metric_factor
-        replica.state.adds_up = True
+        # Its gradient is made that of a mean of rows, as other losses of a loop have it: weights
+        # of gradients then sum to one, and those that were reduced before stay as they are.
+        part = _WithGradientOfMean.apply(value * replica.metric_factor, replica.share)
         replica.state.parts_of_sums[id(part)] = part
         return part
 
@@ -149,6 +173,28 @@ class TorchLoop:
         if id(state) not in self._seeds:
             self._seeds[id(state)] = state
             state._value.data[0] += group.rank * SEED_STRIDE
+
+
+class _WithGradientOfMean(torch.autograd.Function):
+    """The same value; its gradient is divided by the share of rows, which weights it later."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, share: float) -> torch.Tensor:
+        ctx.share = share
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return upstream[0] / ctx.share, None
+
+
+def _parameters(what: Any) -> list[torch.Tensor] | None:
+    """The parameters of a model, or those in a list; None for a list of gradients."""
+    if isinstance(what, torch.nn.Module):
+        return list(what.parameters())
+    parts = [v.value if isinstance(v, keras.Variable) else v for v in what]
+    is_parameter = [isinstance(part, torch.nn.Parameter) for part in parts]
+    return parts if any(is_parameter) else None
 
 
 def _check(value: Any) -> None:

@@ -1,6 +1,7 @@
 """One torch replica in the middle of a step, in whichever process it runs."""
 
 import contextlib
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,11 +11,12 @@ import torch
 from unisono.data import share_bounds, share_sizes
 from unisono.engines.hooks import original
 from unisono.engines.replication import Replication
-from unisono.engines.step import StepState
+from unisono.engines.step import StepState, not_reduced_error
 from unisono.engines.torch_group import Group
 from unisono.errors import StrategyError
 
 _current: "TorchReplica | None" = None
+_checked: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class TorchReplica:
@@ -71,19 +73,34 @@ class TorchReplica:
         # A gradient may exist on some replicas only (a branch that depends on the data).
         is_missing = [gradient is None for gradient in gradients]
         own = [
-            torch.zeros_like(variable.value) if gradient is None else gradient
+            torch.zeros_like(_value(variable)) if gradient is None else gradient.to_dense()
             for gradient, variable in zip(gradients, variables, strict=True)
         ]
         if weight != 1.0:
             own = [gradient * weight for gradient in own]
         flags = torch.tensor(is_missing, dtype=torch.float32, device=self.group.device)
         *totals, num_missing = self.group.add_up([*own, flags])
+        # Optimizers of sparse gradients take no others.
+        totals = [
+            total if gradient is None or not gradient.is_sparse else total.to_sparse(1)
+            for total, gradient in zip(totals, gradients, strict=True)
+        ]
         if not any(is_missing):
             return totals
         return [
             None if n == self.group.size else total
             for total, n in zip(totals, num_missing.tolist(), strict=True)
         ]
+
+    def check_reduced(self, optimizer: Any, gradients: Sequence[torch.Tensor | None]) -> None:
+        if optimizer in _checked:
+            return  # Once: the answer has to come to the host.
+        _checked.add(optimizer)
+        own = [0.0 if g is None else g.detach().abs().sum().item() for g in gradients]
+        every = self.group.gather(torch.tensor(own, dtype=torch.float64, device=self.group.device))
+        for other in every[1:]:
+            if not torch.allclose(every[0], other, rtol=1e-5, equal_nan=True):
+                raise StrategyError(not_reduced_error(optimizer))
 
 
 def current_replica() -> TorchReplica | None:
@@ -116,7 +133,7 @@ def check_equal(replica: TorchReplica, variables: Sequence[Any]) -> None:
     if not variables:
         return
     # As bits: what is not a number must not look different from itself.
-    sums = torch.stack([variable.value.detach().double().sum() for variable in variables])
+    sums = torch.stack([_value(variable).detach().double().sum() for variable in variables])
     sums = sums.view(torch.int64)
     every = replica.group.gather(sums)
     if not all(torch.equal(every[0], other) for other in every[1:]):
@@ -124,6 +141,12 @@ def check_equal(replica: TorchReplica, variables: Sequence[Any]) -> None:
             "The replicas begin with different weights. Make the model from the same seed on each "
             "(keras.utils.set_random_seed), or load the same file."
         )
+
+
+def _value(variable: Any) -> torch.Tensor:
+    """The tensor of a Keras variable, or a parameter itself."""
+    value: torch.Tensor = variable.value if isinstance(variable, keras.Variable) else variable
+    return value
 
 
 class _Stack(torch.autograd.Function):

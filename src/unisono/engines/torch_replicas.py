@@ -23,6 +23,7 @@ from unisono.engines.replication import Replication
 from unisono.engines.torch_carry import carried_variables, pack
 from unisono.engines.torch_devices import as_tensor, move_to
 from unisono.engines.torch_group import Group
+from unisono.engines.torch_optim import hooked
 from unisono.engines.torch_placement import adopted
 from unisono.engines.torch_replica import TorchReplica, current_replica, own_rows, run_step
 from unisono.engines.torch_team import Team, is_split, threads_per_replica
@@ -135,7 +136,9 @@ class TorchReplicas:
         self._team.tell("step", self._number, name, layout, num_rows, self._model.training)
         rows = own_rows(num_rows, group)
         own = keras.tree.map_structure(lambda leaf: _rows(leaf, rows, num_rows), data)
-        result = run_step(self._model, self._replication, name, own, TorchReplica(group, num_rows))
+        replica = TorchReplica(group, num_rows)
+        with hooked():
+            result = run_step(self._model, self._replication, name, own, replica)
         self._versions.note()
         return result
 

@@ -121,8 +121,10 @@ def serving(feed: Feed) -> AbstractContextManager[None]:
     return changing_arrays(lambda adapter: SharedArrays(adapter, feed))
 
 
-def unshared(iterator: Any) -> Iterator[tuple[Any, Any, list[Any]]]:
+def unshared(
+    iterator: Any, plain: Callable[[Share], Any] = lambda share: share.data
+) -> Iterator[tuple[Any, Any, list[Any]]]:
     """Keras' epoch iterator with plain data in place of shares, to build a model by."""
     for begin, end, found in iterator:
         data = found[0] if isinstance(found, (list, tuple)) else next(found)
-        yield begin, end, [data.data if isinstance(data, Share) else data]
+        yield begin, end, [plain(data) if isinstance(data, Share) else data]
