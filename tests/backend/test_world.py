@@ -138,6 +138,45 @@ def test_shuffles_agree_whatever_the_random_states(world):
     assert first == second
 
 
+def test_a_package_s_callback_runs_in_the_chief_and_acts_on_all(world):
+    first, second = world.found("library")
+    epochs = [[*(f"batch {i}" for i in range(2)), f"epoch {epoch}"] for epoch in range(2)]
+    assert first["events"] == ["begin", *epochs[0], *epochs[1]]
+    assert second["events"] == []
+    assert first["rate"] == second["rate"] == pytest.approx(0.003)
+    assert first["same"] == second["same"]
+    assert len(first["losses"]) == len(second["losses"]) == 2
+
+
+def test_the_chief_s_callback_is_answered_alone(world):
+    first, second = world.found("library")
+    predicted, evaluated = first["answers"]
+    assert largest_deviation(predicted, first["predict"]).value <= FLOAT32
+    assert largest_deviation(evaluated, second["evaluate"]).value <= FLOAT32
+    for plain, beside in world.found("answers_change_nothing"):
+        assert plain == beside
+
+
+def test_callbacks_run_where_they_are_told_to(world):
+    first, second = world.found("switches")
+    assert [first["own"], second["own"]] == [1, 1]
+    assert [first["chief_only"], second["chief_only"]] == [1, 0]
+    events = ["begin", "batch 0", "batch 1", "epoch 0"]
+    assert [first["every_rank"], second["every_rank"]] == [events, events]
+    assert first["answers"] == second["answers"]
+    # Also given to evaluate, in the chief alone; a class of the program, but no logger of its own.
+    assert [first["derived"], second["derived"]] == [[*events, "test"], []]
+
+
+def test_callbacks_may_be_given_to_the_chief_alone(world):
+    first, second = world.found("given_to_the_chief_alone")
+    assert first[0] == second[0]
+    assert first[1] == ["chief-1.weights.h5", "chief-2.weights.h5"]
+    (told, same), (_, other) = world.found("chief_does_not_train_alone")
+    assert "every_rank" in told
+    assert same == other
+
+
 @pytest.mark.parametrize(
     ("check", "words"),
     [

@@ -13,6 +13,7 @@ from typing import Any
 
 import keras
 import numpy as np
+from callbacks_program import QUICK as CALLBACKS
 from own_loops import LOOPS
 
 import unisono
@@ -269,6 +270,7 @@ CHECKS = [
     replicas_are_checked,
     own_loop,
     a_scope_adopts,
+    *CALLBACKS,
     # The processes take different paths here, so these come last.
     steps_that_differ,
     loops_that_differ,

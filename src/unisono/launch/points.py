@@ -16,7 +16,8 @@ Answers = list[tuple[int, Answer]]
 _ADVICE = (
     "Every process must make the same calls, in the same order and with the same data: fit and "
     "strategy.distribute_dataset take each process' share of it. Work for one process alone "
-    "belongs under `if unisono.topology().is_chief:` and may not train or evaluate."
+    "belongs under `if unisono.topology().is_chief:` and may not train or evaluate; a callback "
+    "that is given to fit as unisono.callbacks.chief_only(callback) may call evaluate and predict."
 )
 
 
