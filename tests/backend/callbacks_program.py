@@ -179,7 +179,25 @@ def chief_does_not_train_alone() -> Any:
     return [train.told, unisono.check_replicas(model)]
 
 
+def saves_that_fail() -> Any:
+    (FOLDER / "a-file").write_text("")
+    model = make()
+    calls = [
+        lambda: model.save(FOLDER / "a-file" / "model.keras"),
+        lambda: model.export(str(FOLDER / "exported"), format="of no kind"),
+    ]
+    told = []
+    for call in calls:
+        try:
+            call()
+            told.append(["no error", ""])
+        except (OSError, ValueError) as error:
+            told.append([type(error).__name__, str(error)])
+    return told
+
+
 QUICK = [
+    saves_that_fail,
     library,
     answers_change_nothing,
     switches,

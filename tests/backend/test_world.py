@@ -129,6 +129,15 @@ def test_files_are_written_by_the_chief_alone(world):
     assert len(lines) == 3
 
 
+def test_a_save_that_fails_is_an_error_of_all(world):
+    first, second = world.found("saves_that_fail")
+    assert [kind for kind, _ in first] == ["NotADirectoryError", "ValueError"]
+    assert [kind for kind, _ in second] == ["NotADirectoryError", "ValueError"]
+    for (_, text), (_, other) in zip(first, second, strict=True):
+        assert other.startswith("Rank 0 failed in ")
+        assert text in other
+
+
 def test_a_backup_is_restored_everywhere(world):
     assert world.found("backup_is_restored") == [1, 1]
 

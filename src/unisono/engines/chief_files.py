@@ -1,9 +1,10 @@
 """Files of a run of several processes: the chief writes them, the others wait until they are there.
 
 A process that saves to a path that the chief does not save to at the same time is on its own
-business, and writes.
+business, and writes. What fails in the chief is an error in all.
 """
 
+import builtins
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,33 @@ def write_as_chief(world: World, what: str, write: Callable[[], Any]) -> Any:
     topic = f"{what} at point {world.num_points}"
     if world.is_chief:
         try:
-            return write()
-        finally:
-            world.announce(topic)
-    return None if world.wait_for_chief(topic) else write()
+            result = write()
+        except BaseException as error:
+            world.announce(topic, error=_kind_of(error), text=str(error))
+            raise
+        world.announce(topic)
+        return result
+    said = world.wait_for_chief(topic)
+    if said is None:
+        return write()
+    if "error" in said:
+        raise _error_of_chief(what, said)
+    return None
+
+
+def _kind_of(error: BaseException) -> str:
+    """The built-in class of an error: what another process can catch it as."""
+    found = next(kind for kind in type(error).__mro__ if kind.__module__ == "builtins")
+    return found.__name__
+
+
+def _error_of_chief(what: str, said: dict[str, Any]) -> Exception:
+    """The chief's error as it is raised in the other processes, of the same built-in class."""
+    text = f"Rank 0 failed in {what}: {said['text']}"
+    kind = getattr(builtins, said["error"])
+    try:
+        error: Exception = kind(text) if issubclass(kind, Exception) else RuntimeError(text)
+    except TypeError:  # Of a class that is made of more than a text.
+        error = RuntimeError(text)
+    error.is_echo = True  # type: ignore[attr-defined]  # The launcher shows the chief's.
+    return error

@@ -289,7 +289,7 @@ class Meeting:
         self._tell(answers)
 
     def _do_announce(self, caller: Caller, message: Message) -> None:
-        self._tell(self._points.announce(message["topic"]))
+        self._tell(self._points.announce(message["topic"], message["said"]))
 
     def _do_listen(self, caller: Caller, message: Message) -> None:
         self._tell(self._points.listen(caller.rank, message["topic"]))
