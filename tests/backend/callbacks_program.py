@@ -14,10 +14,12 @@ from typing import Any
 
 import keras
 import numpy as np
+from patches import changed, names_of_keras
 
 import unisono
 
 FOLDER = Path(sys.argv[1])
+PLAIN_KERAS = names_of_keras()
 RANK = unisono.topology().rank
 X = np.random.RandomState(0).rand(24, 6).astype("float32")
 Y = X[:, :2] * 2
@@ -196,6 +198,11 @@ def saves_that_fail() -> Any:
     return told
 
 
+def keras_is_itself() -> Any:
+    fit(make(), Count())
+    return changed(PLAIN_KERAS)
+
+
 QUICK = [
     saves_that_fail,
     library,
@@ -203,6 +210,7 @@ QUICK = [
     switches,
     given_to_the_chief_alone,
     chief_does_not_train_alone,
+    keras_is_itself,
 ]
 PACKAGES = [tensorboard, mlflow, wandb, orbax]
 

@@ -177,6 +177,10 @@ def test_callbacks_run_where_they_are_told_to(world):
     assert [first["derived"], second["derived"]] == [[*events, "test"], []]
 
 
+def test_keras_is_itself_after_all_of_it(world):
+    assert world.found("keras_is_itself") == [[], []]
+
+
 def test_callbacks_may_be_given_to_the_chief_alone(world):
     first, second = world.found("given_to_the_chief_alone")
     assert first[0] == second[0]
