@@ -8,6 +8,7 @@ lies in the folder site-packages counts as an installed package.
 import importlib
 import json
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from patches import changed, names_of_keras
 import unisono
 
 FOLDER = Path(sys.argv[1])
+VALUE = "module/rank/.ATTRIBUTES/VARIABLE_VALUE"
 PLAIN_KERAS = names_of_keras()
 RANK = unisono.topology().rank
 X = np.random.RandomState(0).rand(24, 6).astype("float32")
@@ -203,6 +205,29 @@ def keras_is_itself() -> Any:
     return changed(PLAIN_KERAS)
 
 
+def tensorflow_files() -> Any:
+    if keras.backend.backend() != "tensorflow":
+        return None
+    import tensorflow as tf
+
+    # Values that differ show who wrote, and who comes late would write last.
+    module = tf.Module()
+    module.rank = tf.Variable(RANK)
+    time.sleep(RANK)
+    checkpoint = tf.train.Checkpoint(module=module)
+    paths = [checkpoint.save(FOLDER / "checkpoints" / "saved"), checkpoint.write(FOLDER / "alone")]
+    manager = tf.train.CheckpointManager(checkpoint, FOLDER / "managed", max_to_keep=1)
+    paths += [manager.save(), manager.save()]
+    tf.saved_model.save(module, str(FOLDER / "module"))
+    is_there = (FOLDER / "module" / "saved_model.pb").exists()
+    # A path of its own is a process' own business.
+    tf.train.Checkpoint(module=module).write(str(FOLDER / f"own-{RANK}"))
+    values = [
+        int(tf.train.load_checkpoint(path).get_tensor(VALUE)) for path in (paths[0], paths[3])
+    ]
+    return [paths, manager.latest_checkpoint, int(checkpoint.save_counter), is_there, values]
+
+
 QUICK = [
     saves_that_fail,
     library,
@@ -211,6 +236,7 @@ QUICK = [
     given_to_the_chief_alone,
     chief_does_not_train_alone,
     keras_is_itself,
+    tensorflow_files,
 ]
 PACKAGES = [tensorboard, mlflow, wandb, orbax]
 

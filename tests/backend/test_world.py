@@ -22,6 +22,7 @@ from unisono.bench.compare import largest_deviation
 
 HERE = Path(__file__).parent
 BACKEND = keras.backend.backend()
+VALUE = "module/rank/.ATTRIBUTES/VARIABLE_VALUE"
 CONTRACT = (
     "global_clipnorm",
     "batch_norm_conv",
@@ -136,6 +137,24 @@ def test_a_save_that_fails_is_an_error_of_all(world):
     for (_, text), (_, other) in zip(first, second, strict=True):
         assert other.startswith("Rank 0 failed in ")
         assert text in other
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="these are TensorFlow's own files")
+def test_checkpoints_of_tensorflow_are_written_by_the_chief_alone(world):
+    import tensorflow as tf
+
+    first, second = world.found("tensorflow_files")
+    assert first == second
+    paths, latest, counter, is_there, values = first
+    names = ["checkpoints/saved-1", "alone", "managed/ckpt-2", "managed/ckpt-3"]
+    assert paths == [str(world.folder / name) for name in names]
+    assert (latest, counter, is_there, values) == (paths[-1], 3, True, [0, 0])
+    assert tf.train.latest_checkpoint(world.folder / "managed") == paths[-1]
+    assert not list((world.folder / "managed").glob("ckpt-2*"))
+    assert int(tf.train.load_checkpoint(paths[-1]).get_tensor(VALUE)) == 0
+    assert int(tf.saved_model.load(str(world.folder / "module")).rank) == 0
+    own = tf.train.load_checkpoint(str(world.folder / "own-1"))
+    assert int(own.get_tensor(VALUE)) == 1
 
 
 def test_a_backup_is_restored_everywhere(world):

@@ -17,6 +17,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.eager.context import context
 
+from unisono.engines.tensorflow_files import write_once
 from unisono.engines.tensorflow_group import Group, keys_of
 from unisono.errors import LaunchError, StartedError, StrategyError
 from unisono.launch.world import World, current_world
@@ -58,6 +59,7 @@ def join(world: World) -> None:
             f"{world.size}: {error}. If another program has taken that port in between, start the "
             "run again."
         ) from error
+    write_once(world)
 
 
 @functools.cache
