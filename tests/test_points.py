@@ -72,14 +72,16 @@ def test_sets_of_ranks_meet_by_themselves():
 def test_waiting_for_the_chief_ends_when_it_announces_goes_on_or_ends():
     points = Points(3)
     assert points.listen(1, "saved") == []
-    assert points.announce("saved") == [(1, {"value": True})]
-    assert points.listen(2, "saved") == [(2, {"value": True})]
+    assert points.announce("saved", {"how": "well"}) == [(1, {"value": {"how": "well"}})]
+    assert points.listen(2, "saved") == [(2, {"value": {"how": "well"}})]
     assert points.listen(1, "saved") == []
-    assert points.arrive(0, "exchange", "t", None, 0.0) == [(1, {"value": False})]
+    assert points.arrive(0, "exchange", "t", None, 0.0) == [(1, {"value": None})]
     points.arrive(1, "exchange", "t", None, 0.0)
     points.arrive(2, "exchange", "t", None, 0.0)
     assert points.listen(2, "saved") == []
-    assert points.depart(0, "is gone", is_lost=True) == [(2, {"value": False})]
+    ((rank, answer),) = points.depart(0, "is gone", is_lost=True)
+    assert (rank, answer["is_lost"]) == (2, True)
+    assert answer["error"] == "Rank 0 is gone, while rank 2 waits for it at “saved”."
 
 
 def test_long_waits_are_known_and_can_be_ended():

@@ -87,9 +87,13 @@ def _join() -> None:
     import unisono
     from unisono.devices import Policy
     from unisono.engines.settings import apply_policy
+    from unisono.launch.stdin import SharedInput
+    from unisono.launch.world import current_world
 
     if (policy := Policy.from_environment()) != Policy():
         apply_policy(policy, Policy())
+    if (world := current_world()) is not None:
+        sys.stdin = SharedInput(sys.stdin, world)
     # Taken out: what the program starts has not asked for it.
     if os.environ.pop(_LEGACY, None):
         import unisono.compat.legacy  # noqa: F401

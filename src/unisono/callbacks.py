@@ -1,14 +1,62 @@
-"""Callbacks for Keras' `fit`."""
+"""Callbacks for Keras' `fit`, and where callbacks run in a run of several processes."""
 
 import threading
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 
 from unisono.devices import list_devices
+from unisono.engines.callback_ranks import RANKS
 from unisono.errors import SettingError
 
+__all__ = ["DeviceStats", "chief_only", "every_rank"]
+
 _EVERY_S = 1.0
+_Callback = TypeVar("_Callback")
+
+
+def every_rank(callback: _Callback) -> _Callback:
+    """Run a callback in every process of a run.
+
+    A program's own callbacks and those of Keras that may steer the training do so anyway; this is
+    for a callback of another installed package that must act in all processes, because it calls
+    `fit`, changes more of the model than its variables, or logs what each process does.
+
+    Args:
+        callback: A callback for `fit`, `evaluate` or `predict`.
+
+    Returns:
+        The callback itself.
+
+    >>> import keras
+    >>> log = every_rank(keras.callbacks.CSVLogger("log.csv"))
+    >>> type(log).__name__
+    'CSVLogger'
+    """
+    vars(callback)[RANKS] = "every"
+    return callback
+
+
+def chief_only(callback: _Callback) -> _Callback:
+    """Run a callback in the first process of a run alone, as Keras' loggers are.
+
+    It may call `model.evaluate` and `model.predict` on data of its own, which then run in that
+    process only. Variables that it writes (weights, the learning rate) and `stop_training` reach
+    all processes before the next step.
+
+    Args:
+        callback: A callback for `fit`, `evaluate` or `predict`.
+
+    Returns:
+        The callback itself.
+
+    >>> import keras
+    >>> show = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: print(epoch))
+    >>> chief_only(show) is show
+    True
+    """
+    vars(callback)[RANKS] = "chief"
+    return callback
 
 
 class DeviceStats(keras.callbacks.Callback):

@@ -49,6 +49,9 @@ def join() -> World | None:
     world = World(facts, secret, start_timeout_s=timeout_s)
     os.environ[JOINED] = str(os.getpid())
     enter(world)
+    if not world.is_chief:
+        # One run of W&B for all processes. `wandb.init(mode=...)` still opens one in each.
+        os.environ["WANDB_MODE"] = "disabled"
     after_import("keras", lambda keras: _prepare_keras(keras, world))
     for framework in ("jax", "tensorflow", "torch"):
         after_import(framework, functools.partial(_join_backend, framework, world))

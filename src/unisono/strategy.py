@@ -13,6 +13,7 @@ from typing import Any
 
 from unisono.devices import Placement
 from unisono.engines import OwnLoop, load_engine
+from unisono.engines.patches import Patch
 from unisono.errors import StrategyError
 from unisono.launch.world import World, current_world
 from unisono.parallel import check_call, is_parallel, place, spread
@@ -69,7 +70,7 @@ class Strategy:
         outer = getattr(_innermost, "strategy", None)
         _innermost.strategy = self
         try:
-            with _adopting_at_compile():
+            with _adopting_at_compile.applied():
                 yield self
         finally:
             _innermost.strategy = outer
@@ -259,18 +260,11 @@ def _living_models() -> list[Any]:
     return [o for o in gc.get_objects() if issubclass(type(o), keras.Model)]
 
 
-@contextmanager
-def _adopting_at_compile() -> Iterator[None]:
+def _adopting(plain: Callable[..., Any]) -> Callable[..., Any]:
     """Adopt a model when it is compiled, as it may be trained before its scope ends.
 
     Keras has no event for it. Its method is replaced for as long as a scope is open.
     """
-    import keras
-
-    if getattr(_innermost, "num_open", 0):
-        yield
-        return
-    plain = keras.Model.compile
 
     def compile(self: Any, *args: Any, **kwargs: Any) -> Any:
         strategy = getattr(_innermost, "strategy", None)
@@ -278,17 +272,16 @@ def _adopting_at_compile() -> Iterator[None]:
             strategy.adopt(self)
         return plain(self, *args, **kwargs)
 
-    is_inherited = "compile" not in vars(keras.Model)
-    keras.Model.compile = compile
-    _innermost.num_open = 1
-    try:
-        yield
-    finally:
-        _innermost.num_open = 0
-        if is_inherited:
-            del keras.Model.compile
-        else:
-            keras.Model.compile = plain
+    return compile
+
+
+def _model_class() -> Any:
+    import keras
+
+    return keras.Model
+
+
+_adopting_at_compile = Patch(_model_class, "compile", _adopting)
 
 
 def _batches(dataset: Any) -> Iterator[Any]:

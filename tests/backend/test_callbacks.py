@@ -12,6 +12,7 @@ import pytest
 from keras import callbacks
 from twins import BACKEND, TOLERANCE, adopted, apart, fit, plain, rows, state, trained, twins
 
+import unisono.callbacks
 from unisono.bench.cases import callbacks as contract
 
 # Named by the cases of the contract, or here.
@@ -21,7 +22,7 @@ _LEFT_OUT = {
     "History": "what fit returns: every test uses it",
     "ProgbarLogger": "fit adds it: see test_progress_is_shown_once",
     "RemoteMonitor": "sends the logs of an epoch, no more, to a server",
-    "OrbaxCheckpoint": "needs Orbax, and saves by way of the model's weights",
+    "OrbaxCheckpoint": "see test_world_callbacks: saves the model's values, and no more",
     "TensorBoard": "see test_tensorboard_writes_one_file_for_training",
 }
 
@@ -45,6 +46,10 @@ def test_every_callback_of_keras_is_accounted_for():
     public = {name for name in dir(callbacks) if not name.startswith("_")}
     unknown = {name for name in public - _LEFT_OUT.keys() if f"callbacks.{name}" not in text}
     assert not unknown
+
+
+def test_the_public_names():
+    assert unisono.callbacks.__all__ == ["DeviceStats", "chief_only", "every_rank"]
 
 
 def test_each_event_happens_once():

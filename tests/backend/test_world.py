@@ -22,6 +22,7 @@ from unisono.bench.compare import largest_deviation
 
 HERE = Path(__file__).parent
 BACKEND = keras.backend.backend()
+VALUE = "module/rank/.ATTRIBUTES/VARIABLE_VALUE"
 CONTRACT = (
     "global_clipnorm",
     "batch_norm_conv",
@@ -129,6 +130,33 @@ def test_files_are_written_by_the_chief_alone(world):
     assert len(lines) == 3
 
 
+def test_a_save_that_fails_is_an_error_of_all(world):
+    first, second = world.found("saves_that_fail")
+    assert [kind for kind, _ in first] == ["NotADirectoryError", "ValueError"]
+    assert [kind for kind, _ in second] == ["NotADirectoryError", "ValueError"]
+    for (_, text), (_, other) in zip(first, second, strict=True):
+        assert other.startswith("Rank 0 failed in ")
+        assert text in other
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="these are TensorFlow's own files")
+def test_checkpoints_of_tensorflow_are_written_by_the_chief_alone(world):
+    import tensorflow as tf
+
+    first, second = world.found("tensorflow_files")
+    assert first == second
+    paths, latest, counter, is_there, values = first
+    names = ["checkpoints/saved-1", "alone", "managed/ckpt-2", "managed/ckpt-3"]
+    assert paths == [str(world.folder / name) for name in names]
+    assert (latest, counter, is_there, values) == (paths[-1], 3, True, [0, 0])
+    assert tf.train.latest_checkpoint(world.folder / "managed") == paths[-1]
+    assert not list((world.folder / "managed").glob("ckpt-2*"))
+    assert int(tf.train.load_checkpoint(paths[-1]).get_tensor(VALUE)) == 0
+    assert int(tf.saved_model.load(str(world.folder / "module")).rank) == 0
+    own = tf.train.load_checkpoint(str(world.folder / "own-1"))
+    assert int(own.get_tensor(VALUE)) == 1
+
+
 def test_a_backup_is_restored_everywhere(world):
     assert world.found("backup_is_restored") == [1, 1]
 
@@ -136,6 +164,49 @@ def test_a_backup_is_restored_everywhere(world):
 def test_shuffles_agree_whatever_the_random_states(world):
     first, second = world.found("random_states_that_differ")
     assert first == second
+
+
+def test_a_package_s_callback_runs_in_the_chief_and_acts_on_all(world):
+    first, second = world.found("library")
+    epochs = [[*(f"batch {i}" for i in range(2)), f"epoch {epoch}"] for epoch in range(2)]
+    assert first["events"] == ["begin", *epochs[0], *epochs[1]]
+    assert second["events"] == []
+    assert first["rate"] == second["rate"] == pytest.approx(0.003)
+    assert first["same"] == second["same"]
+    assert len(first["losses"]) == len(second["losses"]) == 2
+
+
+def test_the_chief_s_callback_is_answered_alone(world):
+    first, second = world.found("library")
+    predicted, evaluated = first["answers"]
+    assert largest_deviation(predicted, first["predict"]).value <= FLOAT32
+    assert largest_deviation(evaluated, second["evaluate"]).value <= FLOAT32
+    for plain, beside in world.found("answers_change_nothing"):
+        assert plain == beside
+
+
+def test_callbacks_run_where_they_are_told_to(world):
+    first, second = world.found("switches")
+    assert [first["own"], second["own"]] == [1, 1]
+    assert [first["chief_only"], second["chief_only"]] == [1, 0]
+    events = ["begin", "batch 0", "batch 1", "epoch 0"]
+    assert [first["every_rank"], second["every_rank"]] == [events, events]
+    assert first["answers"] == second["answers"]
+    # Also given to evaluate, in the chief alone; a class of the program, but no logger of its own.
+    assert [first["derived"], second["derived"]] == [[*events, "test"], []]
+
+
+def test_keras_is_itself_after_all_of_it(world):
+    assert world.found("keras_is_itself") == [[], []]
+
+
+def test_callbacks_may_be_given_to_the_chief_alone(world):
+    first, second = world.found("given_to_the_chief_alone")
+    assert first[0] == second[0]
+    assert first[1] == ["chief-1.weights.h5", "chief-2.weights.h5"]
+    (told, same), (_, other) = world.found("chief_does_not_train_alone")
+    assert "every_rank" in told
+    assert same == other
 
 
 @pytest.mark.parametrize(

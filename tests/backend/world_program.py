@@ -13,6 +13,7 @@ from typing import Any
 
 import keras
 import numpy as np
+from callbacks_program import QUICK as CALLBACKS
 from own_loops import BY_HAND, LOOPS, jax_guide_in_scope, stateful_fit
 
 import unisono
@@ -297,6 +298,7 @@ CHECKS = [
     gradients_by_hand,
     guide_and_stateful_layer,
     a_scope_adopts,
+    *CALLBACKS,
     # The processes take different paths here, so these come last.
     steps_that_differ,
     loops_that_differ,

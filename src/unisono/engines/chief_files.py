@@ -1,49 +1,52 @@
 """Files of a run of several processes: the chief writes them, the others wait until they are there.
 
 A process that saves to a path that the chief does not save to at the same time is on its own
-business, and writes.
+business, and writes. What fails in the chief is an error in all.
 """
 
+import builtins
 from collections.abc import Callable
 from typing import Any
 
-import keras
-
-from unisono.engines.hooks import bind
+from unisono.engines.callback_ranks import is_alone
 from unisono.launch.world import World
-
-_callbacks = keras.callbacks
-# They write files or messages and do nothing to the model.
-_ONLY_WRITE = tuple(
-    getattr(_callbacks, name)
-    for name in ("CSVLogger", "TensorBoard", "RemoteMonitor", "OrbaxCheckpoint")
-    if hasattr(_callbacks, name)
-)
 
 
 def write_as_chief(world: World, what: str, write: Callable[[], Any]) -> Any:
     """Write in the chief; elsewhere wait for it, and write only what the chief does not."""
+    if is_alone():
+        return write()
     # Told apart by how far the program is: a file may be written many times.
     topic = f"{what} at point {world.num_points}"
     if world.is_chief:
         try:
-            return write()
-        finally:
-            world.announce(topic)
-    return None if world.wait_for_chief(topic) else write()
+            result = write()
+        except BaseException as error:
+            world.announce(topic, error=_kind_of(error), text=str(error))
+            raise
+        world.announce(topic)
+        return result
+    said = world.wait_for_chief(topic)
+    if said is None:
+        return write()
+    if "error" in said:
+        raise _error_of_chief(what, said)
+    return None
 
 
-def for_rank(callbacks: list[Any], world: World) -> list[Any]:
-    """The callbacks that run in this process: those that only write run in the chief."""
-    if world.is_chief:
-        return list(callbacks)
-    for callback in callbacks:
-        if isinstance(callback, _callbacks.BackupAndRestore):
-            # Loading is for all; what it saves and removes are the chief's files.
-            bind(callback, "_save_model", _nothing)
-            bind(callback, "on_train_end", _nothing)
-    return [callback for callback in callbacks if not isinstance(callback, _ONLY_WRITE)]
+def _kind_of(error: BaseException) -> str:
+    """The built-in class of an error: what another process can catch it as."""
+    found = next(kind for kind in type(error).__mro__ if kind.__module__ == "builtins")
+    return found.__name__
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """The chief does it."""
+def _error_of_chief(what: str, said: dict[str, Any]) -> Exception:
+    """The chief's error as it is raised in the other processes, of the same built-in class."""
+    text = f"Rank 0 failed in {what}: {said['text']}"
+    kind = getattr(builtins, said["error"])
+    try:
+        error: Exception = kind(text) if issubclass(kind, Exception) else RuntimeError(text)
+    except TypeError:  # Of a class that is made of more than a text.
+        error = RuntimeError(text)
+    error.is_echo = True  # type: ignore[attr-defined]  # The launcher shows the chief's.
+    return error

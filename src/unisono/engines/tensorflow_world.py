@@ -21,6 +21,7 @@ import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager.context import context
 
+from unisono.engines.tensorflow_files import write_once
 from unisono.engines.tensorflow_group import Group, keys_of
 from unisono.errors import LaunchError, StartedError, StrategyError
 from unisono.launch.network import split_address
@@ -68,6 +69,7 @@ def join(world: World) -> None:
             f"{world.size}: {error}. If another program has taken that port in between, start the "
             "run again."
         ) from error
+    write_once(world)
     if world.is_chief and guard.num_guarded:
         _tell_what_is_open(is_one_machine=not sources)
 

@@ -1,8 +1,8 @@
 """Keras' calls on a model that trains in several processes, made alike in all of them.
 
-Every process runs the same `fit` with the same callbacks. The chief speaks: it alone shows a
-progress bar and writes files, and where the processes' random states or wishes to stop differ, all
-take over the chief's.
+Every process runs the same `fit`, with the callbacks that are for it. The chief speaks: it alone
+shows a progress bar and writes files, and where the processes' random states or wishes to stop
+differ, all take over the chief's.
 """
 
 import base64
@@ -15,7 +15,14 @@ from typing import Any
 import keras
 import numpy as np
 
-from unisono.engines.chief_files import for_rank, write_as_chief
+from unisono.engines.callback_ranks import (
+    ChiefModel,
+    acting_alone,
+    for_rank,
+    is_alone,
+    is_chief_only,
+)
+from unisono.engines.chief_files import write_as_chief
 from unisono.engines.hooks import bind, original, unbind
 from unisono.engines.saving import SAVES, safely
 from unisono.engines.world_arrays import serving, unshared
@@ -36,6 +43,7 @@ class WorldCalls:
         self._feed = feed
         self._settle = settle
         self._world = feed.world
+        self._chief_model = ChiefModel(model)
         for name in _CALLS:
             bind(model, name, self._call(name))
         for name in SAVES:
@@ -51,12 +59,16 @@ class WorldCalls:
     def _call(self, name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             method = original(self._model, name)
+            if is_alone():
+                return self._chief_model.call(name, method, args, kwargs)
             is_outermost = not self._feed.is_calling
             with self._feed.calling(name), serving(self._feed):
                 if is_outermost:
+                    self._chief_model.forget()
                     self._agree_on_randomness()
-                args, kwargs = self._adapted(name, method, args, kwargs)
-                result = method(*args, **kwargs)
+                args, kwargs, alone = self._adapted(name, method, args, kwargs)
+                with acting_alone(alone):
+                    result = method(*args, **kwargs)
             if name == "fit" and is_outermost:
                 self._settle("end of fit")
             return result
@@ -73,36 +85,43 @@ class WorldCalls:
 
     def _adapted(
         self, name: str, method: Callable[..., Any], args: Any, kwargs: Any
-    ) -> tuple[Any, Any]:
-        """The arguments of a call as they are meant for this process."""
+    ) -> tuple[Any, Any, list[Any]]:
+        """The arguments of a call for this process, and the callbacks that it alone runs."""
         given = _arguments(method, args, kwargs)
         changes = {}
-        if not self._world.is_chief and name in ("fit", "evaluate", "predict"):
-            changes["verbose"] = 0
-        if name == "fit":
-            callbacks = given.get("callbacks")
-            changes["callbacks"] = self._callbacks(callbacks)
+        callbacks: list[Any] = []
+        if name in ("fit", "evaluate", "predict"):
+            if not self._world.is_chief:
+                changes["verbose"] = 0
+            found = given.get("callbacks")
+            # Keras passes on those of fit to its validation.
+            if name == "fit" or not isinstance(found, keras.callbacks.CallbackList):
+                callbacks, changes["callbacks"] = self._callbacks(name, found)
         names = list(inspect.signature(method).parameters)
         for position, key in enumerate(names[: len(args)]):
             if key in changes:
                 args = (*args[:position], changes.pop(key), *args[position + 1 :])
-        return args, {**kwargs, **changes}
+        return args, {**kwargs, **changes}, list(filter(is_chief_only, callbacks))
 
-    def _callbacks(self, given: Any) -> Any:
+    def _callbacks(self, name: str, given: Any) -> tuple[list[Any], Any]:
+        """The callbacks of this process, and the same as an argument of a call."""
         if isinstance(given, keras.callbacks.CallbackList):
-            given.callbacks = for_rank(given.callbacks, self._world)
+            every = given.callbacks
+            given.callbacks = for_rank(every, self._world)
             if not any(isinstance(callback, FollowChief) for callback in given.callbacks):
-                follow = self._follow(given.callbacks)
+                follow = self._follow(every)
                 follow.set_model(self._model)
                 given.append(follow)
-            return given
-        callbacks = for_rank(keras.tree.flatten(given) if given else [], self._world)
-        return [*callbacks, self._follow(callbacks)]
+            return given.callbacks, given
+        every = keras.tree.flatten(given) if given else []
+        callbacks = for_rank(every, self._world)
+        return callbacks, [*callbacks, self._follow(every)] if name == "fit" else callbacks
 
     def _follow(self, callbacks: list[Any]) -> "FollowChief":
         # A callback at each batch keeps Keras from running ahead of the device, so one of ours is
-        # there only beside others that do as well.
+        # there only beside others that do as well: in the chief, whose wish to stop counts.
         at_batches = any(map(_acts_at_batches, callbacks))
+        at_batches = self._world.follow(f"{self._feed.where()}: callbacks", at_batches)
         return (FollowChiefAtBatches if at_batches else FollowChief)(self._feed)
 
     def _agree_on_randomness(self) -> None:

@@ -1,18 +1,21 @@
 """What a model must do differently once a distributed optimizer trains it.
 
-An optimizer does not know the model that it is given to; only `compile` sees both. So `hvd.init()`
-makes `compile` tell us of models that get a distributed optimizer. Others are left alone.
+An optimizer does not know the model that it is given to; only `compile` sees both. So between
+`hvd.init()` and `hvd.shutdown()`, `compile` tells us of models that get a distributed optimizer.
+Others are left alone.
 """
 
 import functools
 import gc
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import keras
 
 from unisono.engines.hooks import unbind
+from unisono.engines.patches import Patch
 from unisono.errors import ModelError
 
 REDUCTION = "_unisono_horovod"
@@ -23,20 +26,37 @@ _models: "dict[int, weakref.ref[Any]]" = {}
 
 def watch_compile() -> None:
     """Look at every model that is compiled from now on."""
-    owner: Any = next(each for each in keras.Model.__mro__ if "compile" in vars(each))
-    plain = vars(owner)["compile"]
-    if getattr(plain, "is_unisono_hook", False):
-        return
+    global _is_watching
+    if not _is_watching:
+        _compile.apply()
+        _is_watching = True
 
+
+def leave_compile() -> None:
+    """Give Keras its own method back."""
+    global _is_watching
+    if _is_watching:
+        _compile.lift()
+        _is_watching = False
+
+
+def _attaching(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def compile(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = plain(self, *args, **kwargs)
         attach(self)
         return result
 
-    compile.is_unisono_hook = True  # type: ignore[attr-defined]
-    # On the class that defines it: Keras compares with that to see whether a model has its own.
-    owner.compile = compile
+    return compile
+
+
+def _class_with_compile() -> Any:
+    # The one that defines it: Keras compares with that to see whether a model has its own.
+    return next(each for each in keras.Model.__mro__ if "compile" in vars(each))
+
+
+_compile = Patch(_class_with_compile, "compile", _attaching)
+_is_watching = False
 
 
 def attach(model: Any) -> None:

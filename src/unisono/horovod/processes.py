@@ -7,7 +7,7 @@ from typing import Any
 from unisono.errors import DisagreementError
 from unisono.horovod import session as _session
 from unisono.horovod import timeline
-from unisono.horovod.models import watch_compile
+from unisono.horovod.models import leave_compile, watch_compile
 from unisono.horovod.process_sets import ProcessSet, close_sets, open_sets
 
 _TIMELINE = "HOROVOD_TIMELINE"
@@ -54,6 +54,7 @@ def shutdown() -> None:
     """
     timeline.stop()
     close_sets()
+    leave_compile()
     _session.close_session()
 
 

@@ -197,7 +197,7 @@ class Meeting:
         self._tell(answers)
 
     def _do_announce(self, rank: int, message: Message) -> None:
-        self._tell(self._points.announce(message["topic"]))
+        self._tell(self._points.announce(message["topic"], message["said"]))
 
     def _do_listen(self, rank: int, message: Message) -> None:
         self._tell(self._points.listen(rank, message["topic"]))

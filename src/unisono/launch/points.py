@@ -16,7 +16,8 @@ Answers = list[tuple[int, Answer]]
 _ADVICE = (
     "Every process must make the same calls, in the same order and with the same data: fit and "
     "strategy.distribute_dataset take each process' share of it. Work for one process alone "
-    "belongs under `if unisono.topology().is_chief:` and may not train or evaluate."
+    "belongs under `if unisono.topology().is_chief:` and may not train or evaluate; a callback "
+    "that is given to fit as unisono.callbacks.chief_only(callback) may call evaluate and predict."
 )
 
 
@@ -53,7 +54,7 @@ class Points:
         self._open: dict[tuple[tuple[int, ...], int], Point] = {}
         self._counts: dict[tuple[int, tuple[int, ...]], int] = {}
         self._gone: dict[int, tuple[str, bool]] = {}
-        self._announced: dict[str, int] = {}
+        self._announced: dict[str, list[Answer]] = {}
         self._heard: dict[tuple[int, str], int] = {}
         self._listening: dict[int, str] = {}
 
@@ -95,9 +96,9 @@ class Points:
                 answers += self._answers(point)
         return answers + self._answers_of_listeners()
 
-    def announce(self, topic: str) -> Answers:
-        """The chief has done what others wait for."""
-        self._announced[topic] = self._announced.get(topic, 0) + 1
+    def announce(self, topic: str, said: Answer) -> Answers:
+        """The chief has done what others wait for, and says how it went."""
+        self._announced.setdefault(topic, []).append(said)
         return self._answers_of_listeners()
 
     def listen(self, rank: int, topic: str) -> Answers:
@@ -164,10 +165,18 @@ class Points:
     def _answers_of_listeners(self) -> Answers:
         told: Answers = []
         for rank, topic in list(self._listening.items()):
-            is_done = self._announced.get(topic, 0) >= self._heard[rank, topic]
-            if is_done or self._is_chief_past(rank):
-                del self._listening[rank]
-                told.append((rank, {"value": is_done}))
+            announced, number = self._announced.get(topic, []), self._heard[rank, topic]
+            if len(announced) >= number:
+                answer: Answer = {"value": announced[number - 1]}
+            elif self._gone.get(0, ("", False))[1]:
+                how = f"Rank 0 {self._gone[0][0]}, while rank {rank} waits for it at “{topic}”."
+                answer = {"error": how, "is_lost": True}
+            elif self._is_chief_past(rank):
+                answer = {"value": None}
+            else:
+                continue
+            del self._listening[rank]
+            told.append((rank, answer))
         return told
 
     def _is_chief_past(self, rank: int) -> bool:

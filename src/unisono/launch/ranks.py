@@ -55,8 +55,7 @@ class Rank:
         files = [theirs.fileno(), self._stacks.fileno()]
         streams = output.open(self.rank)
         words = [*map(str, files), str(int(_SHOW_STACKS)), cores, *self._program]
-        # A terminal's input cannot be had from another session; a file's or a pipe's can.
-        is_fed = self.rank == 0 and sys.stdin is not None and not os.isatty(0)
+        is_fed = self.rank == 0 and sys.stdin is not None and not _is_terminal_of_others(0)
         try:
             self._process = subprocess.Popen(
                 [sys.executable, str(_BOOTSTRAP), *words],
@@ -139,6 +138,15 @@ class Rank:
             # Of what makes no sense, as programs can change anything, the exit code says enough.
             with contextlib.suppress(ValueError, RecursionError):
                 self.report = self.report or json.loads(line)
+
+
+def _is_terminal_of_others(file: int) -> bool:
+    """Whether a file is a terminal at which somebody types to another program.
+
+    The kernel would stop a process of that terminal's session that reads it then; ours has a
+    session of its own, and would take the other's lines.
+    """
+    return os.isatty(file) and os.tcgetpgrp(file) != os.getpgrp()
 
 
 class Ranks:

@@ -76,13 +76,14 @@ class World:
         """The chief's value, in every process."""
         return self._meet("follow", topic, value if self.is_chief else None, None)
 
-    def announce(self, topic: str) -> None:
-        """The chief has done what `wait_for_chief` waits for."""
-        self._send({"do": "announce", "topic": topic})
+    def announce(self, topic: str, **said: Any) -> None:
+        """The chief has done what `wait_for_chief` waits for; `said` reaches those who do."""
+        self._send({"do": "announce", "topic": topic, "said": said})
 
-    def wait_for_chief(self, topic: str) -> bool:
-        """Wait until the chief has announced a topic; False if it went on without doing so."""
-        return bool(self._ask({"do": "listen", "topic": topic}).get("value"))
+    def wait_for_chief(self, topic: str) -> Message | None:
+        """Wait until the chief has announced a topic; None if it went on without doing so."""
+        said: Message | None = _value(self._ask({"do": "listen", "topic": topic}))
+        return said
 
     def put(self, key: str, value: bytes) -> None:
         """Leave a value for other processes."""
@@ -127,11 +128,7 @@ class World:
         start = time.perf_counter()
         answer = self._ask({"do": kind, "topic": topic, "value": value, "ranks": members})
         self.waited_s += time.perf_counter() - start
-        if "error" not in answer:
-            return answer["value"]
-        if answer.get("is_lost"):
-            raise PeerLostError(str(answer["error"]))
-        raise DisagreementError(str(answer["error"]))
+        return _value(answer)
 
     def _ask(self, message: Message) -> Message:
         with self._asking:
@@ -167,6 +164,15 @@ class World:
             except OSError:
                 return
             time.sleep(_HEARTBEAT_S)
+
+
+def _value(answer: Message) -> Any:
+    """What an answer says, or the error that it tells of."""
+    if "error" not in answer:
+        return answer["value"]
+    if answer.get("is_lost"):
+        raise PeerLostError(str(answer["error"]))
+    raise DisagreementError(str(answer["error"]))
 
 
 def connect(coordinator: str, secret: str, timeout_s: float) -> Frames:
