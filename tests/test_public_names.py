@@ -32,6 +32,7 @@ PUBLIC = {
         "StrategyError",
         "Topology",
         "UnisonoError",
+        "VersionError",
         "WorkerError",
         "check_replicas",
         "compute_average_loss",

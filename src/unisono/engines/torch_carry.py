@@ -18,7 +18,6 @@ import cloudpickle
 import keras
 import numpy as np
 import torch
-from keras.src.backend.torch.core import Variable
 from keras.src.models.functional import Functional
 from keras.src.models.model import inject_functional_model_class
 from keras.src.saving.keras_saveable import KerasSaveable
@@ -26,6 +25,7 @@ from keras.src.utils import tracking
 from keras.src.utils.backend_utils import DynamicBackend
 
 from unisono.engines.attribute_path import path_of
+from unisono.engines.keras_internals import torch_device
 from unisono.engines.parts import optimizers_of, rename_variables, with_inner
 from unisono.errors import ModelError
 
@@ -72,7 +72,7 @@ def _cannot_send(model: keras.Model, packer: "_Packer", error: Exception) -> Mod
     )
 
 
-def unpack(data: bytes) -> tuple[keras.Model, list[Variable]]:
+def unpack(data: bytes) -> tuple[keras.Model, list[keras.Variable]]:
     """A model and its variables, in the order of `carried_variables`, with values not yet set."""
     model, variables, settings = _Unpacker(io.BytesIO(data)).load()
     _apply(settings)
@@ -80,7 +80,7 @@ def unpack(data: bytes) -> tuple[keras.Model, list[Variable]]:
     return model, variables
 
 
-def carried_variables(model: keras.Model) -> list[Variable]:
+def carried_variables(model: keras.Model) -> list[keras.Variable]:
     """The variables that all replicas must agree on: the model's and its optimizers'."""
     variables = list(model.variables)
     for optimizer in optimizers_of(model):
@@ -137,9 +137,7 @@ class _Unpacker(pickle.Unpickler):
     def persistent_load(self, key: Any) -> torch.nn.Parameter:
         number, shape, dtype, requires_grad = key
         if number not in self._parameters:
-            tensor = torch.zeros(
-                shape, dtype=dtype, device=keras.src.backend.torch.core.get_device()
-            )
+            tensor = torch.zeros(shape, dtype=dtype, device=torch_device())
             self._parameters[number] = torch.nn.Parameter(tensor, requires_grad=requires_grad)
         return self._parameters[number]
 
