@@ -24,6 +24,7 @@ from unisono.errors import (
     StartedError,
     StrategyError,
     UnisonoError,
+    VersionError,
     WorkerError,
 )
 
@@ -42,6 +43,7 @@ TREE = [
     (SourceError, ValueError),
     (StartedError, RuntimeError),
     (StrategyError, RuntimeError),
+    (VersionError, RuntimeError),
     (WorkerError, RuntimeError),
     (PeerLostError, WorkerError),
 ]

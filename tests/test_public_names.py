@@ -33,6 +33,7 @@ PUBLIC = {
         "StrategyError",
         "Topology",
         "UnisonoError",
+        "VersionError",
         "WorkerError",
         "check_replicas",
         "compute_average_loss",

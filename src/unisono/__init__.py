@@ -26,6 +26,7 @@ from unisono.errors import (
     StartedError,
     StrategyError,
     UnisonoError,
+    VersionError,
     WorkerError,
 )
 from unisono.imports import keras_backend as _keras_backend
@@ -74,6 +75,7 @@ __all__ = [
     "StrategyError",
     "Topology",
     "UnisonoError",
+    "VersionError",
     "WorkerError",
     "check_replicas",
     "compute_average_loss",

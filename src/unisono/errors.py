@@ -15,6 +15,7 @@
     ├── SourceError (ValueError)          a file to be migrated cannot be read or written
     ├── StartedError (RuntimeError)       the backend fixed its devices before we were asked
     ├── StrategyError (RuntimeError)      a part of an own training loop was used where it cannot be
+    ├── VersionError (RuntimeError)       a framework is newer than those that were tested
     └── WorkerError (RuntimeError)        a replica's process died or does not answer
         └── PeerLostError (WorkerError)   seen from another process, whose work it ended
 
@@ -88,6 +89,10 @@ class StartedError(UnisonoError, RuntimeError):
 
 class StrategyError(UnisonoError, RuntimeError):
     """A part of a user's own training loop was used where it cannot be."""
+
+
+class VersionError(UnisonoError, RuntimeError):
+    """Keras or its backend is newer than the releases that unisono was tested with."""
 
 
 class WorkerError(UnisonoError, RuntimeError):

@@ -20,6 +20,7 @@ from unisono.launch.secret import SECRET
 from unisono.launch.warning import WARNING, listen
 from unisono.launch.world import World, current_world, enter
 from unisono.topology import JOINED, Topology, is_slurm_task, settle, topology
+from unisono.versions import check_versions
 
 _START_TIMEOUT_S = 300.0
 
@@ -104,6 +105,7 @@ def is_command(words: Sequence[str]) -> bool:
 
 
 def _prepare_keras(keras: Any, world: World) -> None:
+    check_versions("keras")
     # Models that the processes build then begin alike, and their data is shuffled alike.
     importlib.import_module("unisono.engines.seeds").set_seed(world.seed)
     if keras_backend() == "torch" and world.is_ours:
@@ -112,4 +114,5 @@ def _prepare_keras(keras: Any, world: World) -> None:
 
 def _join_backend(framework: str, world: World, module: Any) -> None:
     if keras_backend() == framework and world.is_ours:
+        check_versions(framework)
         importlib.import_module(f"unisono.engines.{framework}_world").join(world)

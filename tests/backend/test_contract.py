@@ -54,6 +54,7 @@ HARDEST = {
     "generator",
     "tf_data",
     "py_dataset",
+    "grain_map",
     "meddler",
     "checkpoint",
     "backup",

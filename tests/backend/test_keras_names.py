@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 import unisono
+from unisono.engines.keras_internals import partial_batches, torch_device
 
 BACKEND = keras.backend.backend()
 X, Y = np.ones((6, 4), "float32"), np.ones((6, 1), "float32")
@@ -123,8 +124,16 @@ def swaps_value(model: Any) -> bool:
 def excludes_by_key(model: Any) -> bool:
     optimizer = model.optimizer
     kernel = model.layers[0].layers[0].kernel
-    is_listed = optimizer._exclude_from_weight_decay == {optimizer._var_key(kernel)}
+    key = optimizer._var_key(kernel)
+    if "_weight_decay_by_var_key" in vars(optimizer):  # Since Keras 3.16.
+        return not optimizer._weight_decay_by_var_key[key]
+    is_listed = optimizer._exclude_from_weight_decay == {key}
     return is_listed and set(optimizer._exclude_from_weight_decay_cache.values()) == {True, False}
+
+
+def keeps_default_of_tables(model: Any) -> bool:
+    table = keras.layers.IntegerLookup(vocabulary=[3, 5]).lookup_table
+    return int(table._default_value) == -1 or int(table._default_value) == 0
 
 
 def knows_indices_by_key(model: Any) -> bool:
@@ -720,19 +729,24 @@ TABLE = [
         excludes_by_key,
     ),
     Name(
+        "_weight_decay_by_var_key",
+        "parts",
+        "to keep variables excluded when they get other keys",
+        excludes_by_key,
+    ),
+    Name(
         "_var_to_optimizer_idx",
         "parts",
         "to keep variables with their optimizer when they get other keys",
         routes_by_key,
     ),
     Name(
-        "keras.src:backend",
+        "keras.src.backend.common:masking",
         "parts, step",
-        "for masks and data types",
+        "for the masks that outputs carry",
         lambda model: (
-            takes(lookup("keras.src.backend:get_keras_mask"), "x")
-            and takes(lookup("keras.src.backend:set_keras_mask"), "x", "mask")
-            and lookup("keras.src.backend:is_float_dtype")("bfloat16")
+            takes(lookup("keras.src.backend.common.masking:get_keras_mask"), "x")
+            and takes(lookup("keras.src.backend.common.masking:set_keras_mask"), "x", "mask")
         ),
     ),
     Name(
@@ -955,8 +969,20 @@ TABLE = [
         "jax_engine, horovod",
         "to lay each step's data and state out over the devices",
         lambda model: (
-            takes(model._make_function, "step_function", "concatenate_outputs")
+            # Since Keras 3.16 it compiles the step, with `out_shardings`.
+            set(inspect.signature(model._make_function).parameters) - {"out_shardings"}
+            == {"step_function", "concatenate_outputs"}
             and is_read_from_instance("_make_function")(model)
+        ),
+        JAX,
+    ),
+    Name(
+        "keras.src.trainers.data_adapters.data_adapter_utils:PartialBatchList",
+        "keras_internals",
+        "for the batches of several steps, where Keras (since 3.16) would stack them",
+        lambda model: (
+            "out_shardings" not in inspect.signature(model._make_function).parameters
+            or partial_batches([1, 2]) == [1, 2]
         ),
         JAX,
     ),
@@ -1163,14 +1189,11 @@ TABLE = [
         TF,
     ),
     Name(
-        "keras.src.backend.tensorflow.trainer:TensorFlowTrainer",
-        "tensorflow_engine",
-        "to see whether a model has a train_step of its own",
-        lambda model: (
-            type(model).train_step
-            is lookup("keras.src.backend.tensorflow.trainer:TensorFlowTrainer.train_step")
-        ),
-        TF,
+        "_default_value",
+        "torch_carry",
+        "to rebuild the tables of lookup layers in another process",
+        keeps_default_of_tables,
+        TORCH,
     ),
     Name(
         "_autoconvert_optionals",
@@ -1204,21 +1227,24 @@ TABLE = [
         lambda model: takes(model._symbolic_build, "iterator", "data_batch"),
         ("tensorflow", "torch"),
     ),
-    Name(
-        "keras.src.backend.torch.core:Variable",
-        "torch_carry",
-        "as the type of a variable",
-        lambda model: isinstance(
-            model.layers[-1].bias, lookup("keras.src.backend.torch.core:Variable")
-        ),
-        TORCH,
+    *(
+        Name(
+            f"{module}:get_device",
+            "keras_internals",
+            "as the device that Keras puts tensors on",
+            lambda model: torch_device().split(":")[0] in ("cpu", "cuda"),
+            TORCH,
+        )
+        # The second since Keras 3.16.
+        for module in ("keras.src.backend.torch.core", "keras.src.backend.torch.ops.core")
     ),
     Name(
-        "keras.src.backend.torch.core:get_device",
-        "torch_devices, torch_carry",
-        "as the device that Keras puts tensors on",
+        "_initialize_ddp",
+        "torch_replicas, torch_world_replicas",
+        "to reduce gradients once, where Keras (since 3.16) would as well",
         lambda model: (
-            lookup("keras.src.backend.torch.core:get_device")().split(":")[0] in ("cpu", "cuda")
+            not hasattr(type(model), "_initialize_ddp")
+            or (model.ddp_model is None and is_read_from_instance("_initialize_ddp")(model))
         ),
         TORCH,
     ),

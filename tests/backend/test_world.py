@@ -42,6 +42,8 @@ MORE_OF_IT = (
     "rows_1_batch_4",
     "tf_data",
     "py_dataset",
+    "grain_map",
+    "grain_loader",
     "train_on_batch_odd",
     "predict_sizes",
 )

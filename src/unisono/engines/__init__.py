@@ -4,6 +4,7 @@ import importlib
 
 from unisono.engines.base import Adopted, Collectives, Engine, OwnLoop
 from unisono.errors import ModelError
+from unisono.versions import check_versions
 
 __all__ = ["Adopted", "Collectives", "Engine", "OwnLoop", "load_engine"]
 
@@ -21,6 +22,7 @@ def load_engine(backend: str) -> Engine:
             f"Keras runs on the {backend!r} backend, which cannot train. "
             f"Set KERAS_BACKEND to one of {', '.join(sorted(_ENGINES))}."
         )
+    check_versions("keras", backend)
     module, name = _ENGINES[backend]
     engine: Engine = getattr(importlib.import_module(module), name)()
     return engine

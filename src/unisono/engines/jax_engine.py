@@ -29,11 +29,12 @@ from unisono.engines.jax_placement import CANNOT_LOG, device_scope, locate
 from unisono.engines.jax_state import KnownValues, StepState
 from unisono.engines.jax_world_loop import JaxWorldLoop
 from unisono.engines.jax_world_replicas import JaxWorldReplicas
+from unisono.engines.keras_internals import jax_function, jax_step
 from unisono.engines.parts import optimizers_of
 from unisono.locations import Location
 
 _STEPS = ("train_step", "test_step")
-_STATE = ("_make_function", "_get_jax_state", "jax_state_sync")
+_STATE = ("_make_function", "_get_jax_state", "jax_state_sync", "state_sync")
 
 
 class JaxEngine:
@@ -84,7 +85,8 @@ class JaxReplicas:
         bind_makers(model, placement, lambda: self._mesh, sync_batch_norm=sync_batch_norm)
         bind(model, "_make_function", self._make_function)
         bind(model, "_get_jax_state", lambda **parts: self._state.get(**parts))
-        bind(model, "jax_state_sync", lambda: self._state.sync())
+        for name in ("jax_state_sync", "state_sync"):  # The other name since Keras 3.16.
+            bind(model, name, lambda: self._state.sync())
         self._place_variables()
         rebuild_functions(self._model)
         adopted.add(self)
@@ -142,7 +144,8 @@ class JaxReplicas:
         return step
 
     def _make_function(self, step: Callable[..., Any], **options: Any) -> Any:
-        return original(self._model, "_make_function")(self._placed(step), **options)
+        run = self._placed(jax_step(self._model, step))
+        return jax_function(self._model, run, **options)
 
     def _placed(self, step: Callable[..., Any]) -> Callable[..., Any]:
         def run(state: Any, data: Any) -> Any:

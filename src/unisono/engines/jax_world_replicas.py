@@ -25,12 +25,19 @@ from unisono.engines.jax_collectives import JaxCollectives
 from unisono.engines.jax_functions import bind_makers, rebuild_functions, unbind_makers
 from unisono.engines.jax_state import KnownValues, StepState
 from unisono.engines.jax_world_mesh import peers_watched, uncommitted, world_mesh
+from unisono.engines.keras_internals import jax_function, jax_step
 from unisono.engines.world_arrays import unshared
 from unisono.engines.world_calls import WorldCalls
 from unisono.engines.world_feed import Feed, Share
 
 _STEPS = ("train_step", "test_step", "predict_step")
-_OTHERS = ("_make_function", "_get_jax_state", "jax_state_sync", "_symbolic_build")
+_OTHERS = (
+    "_make_function",
+    "_get_jax_state",
+    "jax_state_sync",
+    "state_sync",
+    "_symbolic_build",
+)
 _known = KnownValues()
 
 
@@ -51,7 +58,8 @@ class JaxWorldReplicas:
         bind_makers(model, placement, lambda: self._mesh, sync_batch_norm=sync_batch_norm)
         bind(model, "_make_function", self._make_function)
         bind(model, "_get_jax_state", self._state.get)
-        bind(model, "jax_state_sync", self._state.sync)
+        for name in ("jax_state_sync", "state_sync"):  # The other name since Keras 3.16.
+            bind(model, name, self._state.sync)
         bind(model, "_symbolic_build", self._build)
         bind(model, "predict", self._built_before(vars(model)["predict"]))
         rebuild_functions(model)
@@ -115,7 +123,8 @@ class JaxWorldReplicas:
         return step
 
     def _make_function(self, step: Callable[..., Any], **options: Any) -> Any:
-        return original(self._model, "_make_function")(self._placed(step), **options)
+        run = self._placed(jax_step(self._model, step))
+        return jax_function(self._model, run, **options)
 
     def _placed(self, step: Callable[..., Any]) -> Callable[..., Any]:
         def run(state: Any, data: Any) -> Any:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import keras
-from keras.src import backend as keras_backend
+from keras.src.backend.common import masking
 from keras.src.losses import losses as keras_losses
 from keras.src.losses.losses import LossFunctionWrapper
 from keras.src.trainers.compile_utils import CompileMetrics
@@ -53,14 +53,17 @@ def with_inner(optimizers: Iterable[Any]) -> Iterator[Any]:
 
 def rename_variables(optimizer: Any, renamed: dict[Any, Any]) -> None:
     """Bring an optimizer's own records up to date, which know variables by keys."""
-    for name in ("_trainable_variables_indices", "_var_to_optimizer_idx"):
+    # The last since Keras 3.16, in place of a cache that is filled as it trains.
+    records = ("_trainable_variables_indices", "_var_to_optimizer_idx", "_weight_decay_by_var_key")
+    for name in records:
         if name in vars(optimizer):
             record = getattr(optimizer, name)
             setattr(optimizer, name, {renamed.get(key, key): i for key, i in record.items()})
     if "_exclude_from_weight_decay" in vars(optimizer):
         excluded = optimizer._exclude_from_weight_decay
         optimizer._exclude_from_weight_decay = {renamed.get(key, key) for key in excluded}
-        optimizer._exclude_from_weight_decay_cache = {}
+        if "_exclude_from_weight_decay_cache" in vars(optimizer):
+            optimizer._exclude_from_weight_decay_cache = {}
 
 
 def seed_states(model: keras.Model) -> Iterator[Any]:
@@ -74,7 +77,7 @@ def is_mean_of_samples(compile_loss: Any, y_pred: Any) -> bool:
     """Whether the compiled loss is, for each output, the plain mean of per-sample losses."""
     if not compile_loss.built:
         return False
-    if any(keras_backend.get_keras_mask(leaf) is not None for leaf in keras.tree.flatten(y_pred)):
+    if any(masking.get_keras_mask(leaf) is not None for leaf in keras.tree.flatten(y_pred)):
         return False
     return all(_is_per_sample(flat.loss) for flat in compile_loss._flat_losses)
 
@@ -124,5 +127,5 @@ def drifting_variables(model: keras.Model, sync_batch_norm: bool) -> Iterator[An
         is_batch_norm = isinstance(layer, keras.layers.BatchNormalization)
         if is_custom or (is_batch_norm and not sync_batch_norm):
             for variable in layer._non_trainable_variables:
-                if keras_backend.is_float_dtype(variable.dtype):
+                if keras.backend.is_float_dtype(variable.dtype):
                     yield variable

@@ -20,6 +20,7 @@ from unisono.engines.batch_norm import (
     synchronize_moments,
 )
 from unisono.engines.hooks import bind, bind_in_step, original, unbind
+from unisono.engines.keras_internals import own_metrics_result
 from unisono.engines.parts import (
     drifting_variables,
     is_mean_of_samples,
@@ -143,7 +144,7 @@ class Replication:
         replica = self._current()
         if replica is not None:
             reduce_metrics(replica)
-        return original(self._model, "get_metrics_result")()
+        return own_metrics_result(self._model)
 
     def _global_logs(self, replica: Replica, logs: Any) -> Any:
         """The logs of a step, from metrics that count every replica's rows."""

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import keras
 from keras import ops
-from keras.src import backend as keras_backend
+from keras.src.backend.common import masking
 
 from unisono.engines.parts import is_sum_of_samples
 
@@ -189,7 +189,7 @@ def reduce_metrics(replica: Replica) -> None:
     added = replica.total([variable.value for _, variable, _ in own])
     for (_, variable, value), total in zip(own, added, strict=True):
         share = ops.cast(total, "float32") * replica.metric_factor
-        is_float = keras_backend.is_float_dtype(variable.dtype)
+        is_float = keras.backend.is_float_dtype(variable.dtype)
         share = share if is_float else ops.round(share)
         variable.assign(value + ops.cast(share, variable.dtype))
 
@@ -204,9 +204,9 @@ def gather(replica: Replica, structure: Any) -> Any:
         if known is not None:
             return known[1]
         gathered = replica.gather_rows(leaf)
-        mask = keras_backend.get_keras_mask(leaf)
+        mask = masking.get_keras_mask(leaf)
         if mask is not None:
-            keras_backend.set_keras_mask(gathered, replica.gather_rows(mask))
+            masking.set_keras_mask(gathered, replica.gather_rows(mask))
         # The leaf is kept alive beside it: an id is only unique among living objects.
         replica.state.gathered[id(leaf)] = (leaf, gathered)
         return gathered
@@ -216,7 +216,7 @@ def gather(replica: Replica, structure: Any) -> Any:
 
 def mean(replica: Replica, value: Any) -> Any:
     value = ops.convert_to_tensor(value)
-    if not keras_backend.is_float_dtype(keras_backend.standardize_dtype(value.dtype)):
+    if not keras.backend.is_float_dtype(keras.backend.standardize_dtype(value.dtype)):
         return value
     total: Any = replica.total([value * ops.cast(replica.share, value.dtype)])[0]
     return total

@@ -5,7 +5,6 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 
 from unisono.engines.hooks import original
 from unisono.engines.parts import optimizers_of
@@ -29,7 +28,7 @@ def build(model: Any, prepare: Callable[[], None], data_batch: Any) -> None:
     data_batch = keras.tree.map_structure(
         lambda leaf: None if isinstance(leaf, tf.NoneTensorSpec) else leaf, data_batch
     )
-    has_own_step = type(model).train_step is not TensorFlowTrainer.train_step
+    has_own_step = type(model).train_step is not keras.Model.train_step
     try:
         model._symbolic_build(data_batch=data_batch)
     except RuntimeError:

@@ -34,6 +34,7 @@ from unisono.engines.tensorflow_optimizer import leave_replica, stay_in_replica
 from unisono.engines.tensorflow_placement import device_scope, locate, log_placement
 from unisono.engines.tensorflow_replica import (
     TensorFlowReplica,
+    after_data,
     current_replica,
     num_rows,
     running,
@@ -113,10 +114,20 @@ class SingleReplica:
         leave_untuned(model)
         if placement.kind == "cpu":
             use_kernels(model, current_replica, is_alone=True)
+        for name in _STEPS:
+            bind(model, name, self._step(name))
         forget_functions(model)
+
+    def _step(self, name: str) -> Callable[[Any], Any]:
+        def step(data: Any) -> Any:
+            with after_data(data):
+                return original(self._model, name)(data)
+
+        return step
 
     def release(self) -> None:
         leave_tuned(self._model)
+        unbind(self._model, *_STEPS)
         leave_kernels(self._model)
         forget_functions(self._model)
 
@@ -205,7 +216,8 @@ class TensorFlowReplicas:
     def _step(self, name: str) -> Callable[[Any], Any]:
         def step(data: Any) -> Any:
             def on_replica(replica: TensorFlowReplica) -> Any:
-                return self._replication.run(name, replica.own_rows(data))
+                with after_data(data):
+                    return self._replication.run(name, replica.own_rows(data))
 
             return self._first(self._run(on_replica, data))
 

@@ -53,9 +53,7 @@ class TensorFlowReplica:
     ) -> None:
         self.state = StepState(adds_up=is_own_loop)
         self.is_own_loop = self.may_be_empty = is_own_loop
-        self._data = [
-            leaf for leaf in tf.nest.flatten(data, expand_composites=True) if leaf is not None
-        ]
+        self._data = data
         self._links = links
         self._graph = tf.compat.v1.get_default_graph()
         self._index = links.index
@@ -78,8 +76,7 @@ class TensorFlowReplica:
         self._rider_totals: list[Any] | None = None
 
     def after_data(self) -> AbstractContextManager[Any]:
-        dependencies: AbstractContextManager[Any] = tf.control_dependencies(self._data)
-        return dependencies
+        return after_data(self._data)
 
     def own_rows(self, data: Any) -> Any:
         def rows(leaf: Any) -> Any:
@@ -183,6 +180,18 @@ def _weighted(gradient: Any, weight: Any) -> Any:
         # Kept sparse: Keras' optimizers update only the rows that were used.
         return tf.IndexedSlices(gradient.values * weight, gradient.indices, gradient.dense_shape)
     return gradient * weight
+
+
+def after_data(data: Any) -> AbstractContextManager[Any]:
+    """What is done inside waits for the batch.
+
+    Without it, ops that need no data (counting an iteration) run before the iterator of a graph
+    reports that it has ended: the end of an epoch counts as a step.
+    """
+    leaves = tf.nest.flatten(data, expand_composites=True)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, tf.Tensor)]
+    dependencies: AbstractContextManager[Any] = tf.control_dependencies(tensors)
+    return dependencies
 
 
 def num_rows(data: Any) -> Any:

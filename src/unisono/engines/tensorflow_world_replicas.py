@@ -11,7 +11,6 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 
 from unisono.devices import Placement
 from unisono.engines import tensorflow_kernels
@@ -203,7 +202,7 @@ class TensorFlowWorldReplicas:
 def _metrics_ignore_weights(model: Any) -> bool:
     """Whether a step may update weights after its metrics: all that it runs then is Keras' own."""
     is_own = all(
-        getattr(type(model), name) is getattr(TensorFlowTrainer, name)
+        getattr(type(model), name) is getattr(keras.Model, name)
         for name in ("train_step", "compute_metrics", "get_metrics_result")
     )
     return is_own and all(map(is_sum_of_samples, leaf_metrics(model)))

@@ -10,19 +10,22 @@ import io
 import pickle
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import cloudpickle
 import keras
+import numpy as np
 import torch
-from keras.src.backend.torch.core import Variable
 from keras.src.models.functional import Functional
 from keras.src.models.model import inject_functional_model_class
 from keras.src.saving.keras_saveable import KerasSaveable
 from keras.src.utils import tracking
 from keras.src.utils.backend_utils import DynamicBackend
 
+from unisono.engines.attribute_path import path_of
+from unisono.engines.keras_internals import torch_device
 from unisono.engines.parts import optimizers_of, rename_variables, with_inner
 from unisono.errors import ModelError
 
@@ -40,6 +43,9 @@ _LEFT_BEHIND = {
     "_unisono",
 }
 _STACK_BYTES = 512 * 2**20  # Reserved, not used up: the system hands out pages as they are touched.
+_NUM_LATEST = 100
+# What lookup layers hold, which look up by TensorFlow on every backend.
+_TABLES = ("StaticHashTable", "MutableHashTable")
 _TRACKED = (tracking.TrackedList, tracking.TrackedDict, tracking.TrackedSet)
 
 
@@ -47,17 +53,26 @@ def pack(model: keras.Model) -> bytes:
     """The structure of a model, compiled state included, without its values."""
     buffer = io.BytesIO()
     content = (model, carried_variables(model), _settings())
+    packer = _Packer(buffer, model)
     try:
-        _with_deep_stack(lambda: _Packer(buffer, model).dump(content))
-    except (TypeError, AttributeError, pickle.PicklingError) as error:
-        raise ModelError(
-            f"The model {model.name!r} cannot be sent to the processes of the other replicas: "
-            f"{error}. Keep open files, locks and the like off the model, its layers and losses."
-        ) from error
+        _with_deep_stack(lambda: packer.dump(content))
+    except Exception as error:  # Whatever an object raises that is asked to pickle itself.
+        raise _cannot_send(model, packer, error) from error
     return buffer.getvalue()
 
 
-def unpack(data: bytes) -> tuple[keras.Model, list[Variable]]:
+def _cannot_send(model: keras.Model, packer: "_Packer", error: Exception) -> ModelError:
+    found = path_of(model, reversed(packer.latest), _attributes)
+    where = f"{found[0]} is a {type(found[1]).__name__}: " if found else ""
+    return ModelError(
+        f"The model {model.name!r} cannot be sent to the processes of the other replicas, since "
+        f"not all of it can be pickled: {where}{error}. Keep open files, locks, generators and the "
+        "like off the model, its layers, losses and optimizer, or start the program with `unisono "
+        "run --replicas N`: every process then makes its own model, and nothing is pickled."
+    )
+
+
+def unpack(data: bytes) -> tuple[keras.Model, list[keras.Variable]]:
     """A model and its variables, in the order of `carried_variables`, with values not yet set."""
     model, variables, settings = _Unpacker(io.BytesIO(data)).load()
     _apply(settings)
@@ -65,7 +80,7 @@ def unpack(data: bytes) -> tuple[keras.Model, list[Variable]]:
     return model, variables
 
 
-def carried_variables(model: keras.Model) -> list[Variable]:
+def carried_variables(model: keras.Model) -> list[keras.Variable]:
     """The variables that all replicas must agree on: the model's and its optimizers'."""
     variables = list(model.variables)
     for optimizer in optimizers_of(model):
@@ -78,6 +93,8 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc, unused-ignore]
         super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
         variables = [*carried_variables(model), *model.metrics_variables]
         self._parameters = {id(v._value): v for v in variables if v._value is not None}
+        self.latest: deque[Any] = deque(maxlen=_NUM_LATEST)
+        """The objects that were taken apart last, for an error to name."""
 
     def persistent_id(self, obj: Any) -> Any:
         variable = self._parameters.get(id(obj)) if isinstance(obj, torch.Tensor) else None
@@ -86,6 +103,7 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc, unused-ignore]
         return id(obj), tuple(obj.shape), obj.dtype, obj.requires_grad
 
     def reducer_override(self, obj: Any) -> Any:
+        self.latest.append(obj)
         if isinstance(obj, type):
             return super().reducer_override(obj)
         if isinstance(obj, Functional):
@@ -104,6 +122,8 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc, unused-ignore]
         if isinstance(obj, _TRACKED):
             content = (vars(obj), list(obj.items()) if isinstance(obj, dict) else list(obj))
             return _blank, (type(obj),), content, None, None, _set_tracked
+        if type(obj).__name__ in _TABLES and isinstance(obj, _table_classes()):
+            return _table, (type(obj).__name__, *_content_of(obj))
         return super().reducer_override(obj)
 
 
@@ -117,9 +137,7 @@ class _Unpacker(pickle.Unpickler):
     def persistent_load(self, key: Any) -> torch.nn.Parameter:
         number, shape, dtype, requires_grad = key
         if number not in self._parameters:
-            tensor = torch.zeros(
-                shape, dtype=dtype, device=keras.src.backend.torch.core.get_device()
-            )
+            tensor = torch.zeros(shape, dtype=dtype, device=torch_device())
             self._parameters[number] = torch.nn.Parameter(tensor, requires_grad=requires_grad)
         return self._parameters[number]
 
@@ -182,6 +200,31 @@ def _set_tracked(obj: Any, content: tuple[dict[str, Any], list[Any]]) -> None:
         dict.update(obj, items)
     else:
         set.update(obj, items)
+
+
+def _table_classes() -> tuple[type, ...]:
+    import tensorflow as tf
+
+    return tf.lookup.StaticHashTable, tf.lookup.experimental.MutableHashTable
+
+
+def _content_of(table: Any) -> tuple[Any, ...]:
+    keys, values = (np.asarray(part) for part in table.export())
+    order = np.argsort(keys)  # So that the same table gives the same bytes each time.
+    kinds = (table.key_dtype.name, table.value_dtype.name)
+    return *kinds, keys[order], values[order], np.asarray(table._default_value)
+
+
+def _table(kind: str, key_dtype: str, value_dtype: str, keys: Any, values: Any, other: Any) -> Any:
+    import tensorflow as tf
+
+    keys, values = tf.constant(keys, key_dtype), tf.constant(values, value_dtype)
+    if kind == "StaticHashTable":
+        initial = tf.lookup.KeyValueTensorInitializer(keys, values)
+        return tf.lookup.StaticHashTable(initial, other)
+    table = tf.lookup.experimental.MutableHashTable(key_dtype, value_dtype, other)
+    table.insert(keys, values)
+    return table
 
 
 def _renumber(model: keras.Model) -> None:

@@ -4,15 +4,15 @@ from typing import Any
 
 import keras
 import torch
-from keras.src.backend.torch.core import get_device
 
 from unisono.devices import Placement
+from unisono.engines.keras_internals import torch_device
 from unisono.engines.torch_carry import carried_variables
 
 
 def default_device() -> torch.device:
     """The device that Keras puts tensors on."""
-    return torch.device(get_device())
+    return torch.device(torch_device())
 
 
 def as_tensor(leaf: Any) -> Any:

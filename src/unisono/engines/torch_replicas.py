@@ -18,6 +18,7 @@ from unisono.devices import Placement
 from unisono.engines import torch_kernels
 from unisono.engines.checksums import names_of, own_checksums
 from unisono.engines.hooks import bind, original, unbind
+from unisono.engines.keras_internals import forget_torch_functions
 from unisono.engines.parts import optimizers_of
 from unisono.engines.replication import Replication
 from unisono.engines.torch_carry import carried_variables, pack
@@ -59,6 +60,8 @@ class TorchReplicas:
         for name in _CALLS:
             bind(model, name, self._call(name))
         bind(model, "_symbolic_build", self._build)
+        bind(model, "_initialize_ddp", lambda: None)  # Keras 3.16 would reduce gradients again.
+        forget_torch_functions(model)
         weakref.finalize(model, self._team.forget, self._number)
         adopted.add(self)
 
@@ -69,7 +72,8 @@ class TorchReplicas:
     def release(self) -> None:
         adopted.discard(self)
         self._replication.release()
-        unbind(self._model, *_STEPS, *_CALLS, "_symbolic_build")
+        unbind(self._model, *_STEPS, *_CALLS, "_symbolic_build", "_initialize_ddp")
+        forget_torch_functions(self._model)
         self._team.forget(self._number)
 
     def variable_names(self) -> list[str]:

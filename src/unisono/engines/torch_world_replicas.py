@@ -16,6 +16,7 @@ from unisono.devices import Placement
 from unisono.engines import torch_kernels
 from unisono.engines.checksums import names_of, own_checksums
 from unisono.engines.hooks import bind, original, unbind
+from unisono.engines.keras_internals import forget_torch_functions
 from unisono.engines.parts import leaf_metrics, optimizers_of, seed_states
 from unisono.engines.replication import Replication
 from unisono.engines.step import SEED_STRIDE
@@ -58,6 +59,8 @@ class TorchWorldReplicas:
         for name in _STEPS:
             bind(model, name, self._step(name))
         bind(model, "_symbolic_build", self._build)
+        bind(model, "_initialize_ddp", lambda: None)  # Keras 3.16 would reduce gradients again.
+        forget_torch_functions(model)
         self._calls = WorldCalls(model, self._feed, self._settle)
         adopted.add(self)
 
@@ -69,7 +72,8 @@ class TorchWorldReplicas:
         adopted.discard(self)
         self._calls.release()
         self._replication.release()
-        unbind(self._model, *_STEPS, "_symbolic_build")
+        unbind(self._model, *_STEPS, "_symbolic_build", "_initialize_ddp")
+        forget_torch_functions(self._model)
 
     def variable_names(self) -> list[str]:
         return names_of(self._model)

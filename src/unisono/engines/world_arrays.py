@@ -6,6 +6,7 @@ gathered.
 """
 
 import importlib
+import itertools
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -18,6 +19,7 @@ from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
 from unisono.engines.adapters import changing_arrays
+from unisono.engines.keras_internals import partial_batches
 from unisono.engines.world_feed import Feed, Share, checksum_of, short
 
 
@@ -34,7 +36,15 @@ class SharedArrays(DataAdapter):
         self.values = _checksum_of_some(arrays._inputs)
         """A checksum of values that must be alike in all processes."""
 
-    def get_jax_iterator(self) -> Iterator[Share]:
+    def get_jax_iterator(self, super_batch: int | None = None) -> Iterator[Any]:
+        shares = self._jax_shares()
+        if super_batch is None:
+            return shares
+        # Shares are no arrays that could be stacked for Keras to run several steps at once.
+        several = iter(lambda: list(itertools.islice(shares, super_batch)), [])
+        return map(partial_batches, several)
+
+    def _jax_shares(self) -> Iterator[Share]:
         def convert(sliceable: Any, rows: Any) -> Any:
             return sliceable.convert_to_jax_compatible(sliceable[rows])
 

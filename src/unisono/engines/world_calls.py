@@ -26,7 +26,7 @@ from unisono.engines.chief_files import write_as_chief
 from unisono.engines.hooks import bind, original, unbind
 from unisono.engines.saving import SAVES, safely
 from unisono.engines.world_arrays import serving, unshared
-from unisono.engines.world_feed import Feed
+from unisono.engines.world_feed import Feed, Share
 
 _CALLS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 
@@ -54,6 +54,7 @@ class WorldCalls:
 
     def build(self, plain: Callable[..., Any], iterator: Any = None, data_batch: Any = None) -> Any:
         """Keras' symbolic build, given plain data."""
+        data_batch = data_batch.data if isinstance(data_batch, Share) else data_batch
         return plain(None if iterator is None else unshared(iterator), data_batch)
 
     def _call(self, name: str) -> Callable[..., Any]:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from unisono.engines.hooks import bind, original
+from unisono.engines.keras_internals import jax_function
 from unisono.errors import ModelError
 from unisono.horovod.gradients import GradientReduction
 
@@ -18,7 +19,7 @@ def train_in_parts(model: Any, reduction: GradientReduction) -> None:
 
     def make_train_function(force: bool = False) -> None:
         if model.train_function is None or force:
-            model.train_function = model._make_function(_Step(model, reduction))
+            model.train_function = jax_function(model, _Step(model, reduction))
 
     bind(model, "make_train_function", make_train_function)
 

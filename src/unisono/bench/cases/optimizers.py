@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import keras
 from keras import optimizers
 from keras.optimizers import schedules
 
@@ -14,7 +15,11 @@ OPTIMIZERS = Group("Optimizers")
 SCHEDULES = Group("Learning-rate schedules")
 GRADIENTS = Group("Clipping, accumulation, several steps at once")
 
-NO_SEVERAL_STEPS = {"torch": "Keras refuses `steps_per_execution` > 1 on torch"}
+# Since 3.16 Keras takes it on torch too.
+IS_REFUSED = tuple(map(int, keras.__version__.split(".")[:2])) < (3, 16)
+NO_SEVERAL_STEPS = (
+    {"torch": "Keras refuses `steps_per_execution` > 1 on torch"} if IS_REFUSED else {}
+)
 
 
 def trained_by(make_optimizer: Callable[[], Any], **compile_options: Any) -> Run:

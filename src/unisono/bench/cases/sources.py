@@ -150,6 +150,75 @@ def data_loader(adopt: Adopt) -> Results:
     )
 
 
+def of_samples(data: tuple[Any, ...], global_batch: int) -> Any:
+    """A grain data set of batches, the last of which holds what is left over."""
+    import grain
+
+    count = len(keras.tree.flatten(data)[0])
+    samples = [keras.tree.map_structure(lambda part, i=i: part[i], data) for i in range(count)]
+    return grain.MapDataset.source(samples).seed(3).batch(global_batch, drop_remainder=False)
+
+
+# With `steps_per_epoch`, as Keras does not know how many batches a grain data set has, and plain
+# Keras on TensorFlow then counts a step too many at the end of each epoch.
+NUM_STEPS = -(-ROWS // GLOBAL_BATCH)
+
+
+@SOURCES.case("grain MapDataset, shuffled, `steps_per_epoch`")
+def grain_map(adopt: Adopt) -> Results:
+    task = regression()
+    return feed(
+        compiled_mlp(adopt),
+        lambda: of_samples((task.x, task.y), GLOBAL_BATCH).shuffle().repeat(),
+        lambda: of_samples((task.x_test, task.y_test), TEST_BATCH),
+        steps_per_epoch=NUM_STEPS,
+    )
+
+
+@SOURCES.case("grain IterDataset of dicts with sample weights, `steps_per_epoch`")
+def grain_iter(adopt: Adopt) -> Results:
+    task = two_part_data(as_dicts=True)
+    batches = of_samples((task.x, task.y, weights_by_output(ROWS)), GLOBAL_BATCH)
+    model = compiled_two_parts(adopt)
+    history = model.fit(
+        batches.repeat().to_iter_dataset(), steps_per_epoch=3, epochs=NUM_EPOCHS, verbose=0
+    ).history
+    test_batches = of_samples((task.x_test,), TEST_BATCH).to_iter_dataset()
+    predicted = model.predict(test_batches, verbose=0)
+    return {"history": history, "predict": predicted, **state_of(model)}
+
+
+class Pairs:
+    """Rows of two arrays, as grain's loader reads them."""
+
+    def __init__(self, x: Any, y: Any) -> None:
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        return self.x[index], self.y[index]
+
+
+@SOURCES.case("grain DataLoader, `steps_per_epoch`")
+def grain_loader(adopt: Adopt) -> Results:
+    import grain
+
+    def loader(x: Any, y: Any, global_batch: int, num_epochs: int = 1) -> Any:
+        order = grain.samplers.IndexSampler(len(x), shuffle=True, num_epochs=num_epochs, seed=3)
+        batch = grain.transforms.Batch(global_batch, drop_remainder=False)
+        return grain.DataLoader(data_source=Pairs(x, y), sampler=order, operations=[batch])
+
+    task = regression()
+    return feed(
+        compiled_mlp(adopt),
+        lambda: loader(task.x, task.y, GLOBAL_BATCH, NUM_EPOCHS + 1),
+        lambda: loader(task.x_test, task.y_test, TEST_BATCH),
+        steps_per_epoch=NUM_STEPS,
+    )
+
+
 class Batches(keras.utils.PyDataset):
     """Cuts arrays into batches; `on_epoch_end` moves the cut, so that epochs differ."""
 
