@@ -285,7 +285,7 @@ def tensorflow_by_hand(strategy: Any, *, how: str, accumulator: Any = None) -> l
     data: Any = [(np.abs(x * 2).astype("int32") % 9, y.astype("int32")) for x, y in batches(35)]
     for number, batch in enumerate(data if strategy is None else strategy.distribute_dataset(data)):
         run(batch)
-        if how == "accumulate" and number:
+        if how == "accumulate" and number == 2:  # Of 16, 16 and 3 rows.
             _ = apply_step() if strategy is None else strategy.run(apply_step)
     return results(model, optimizer, [])
 
@@ -320,7 +320,7 @@ def torch_by_hand(strategy: Any, *, how: str) -> list[Any]:
             reduce(model)
         if how == "clip":
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        if not how.startswith("accumulate") or number:
+        if not how.startswith("accumulate") or number == 2:
             optimizer.step()
             model.zero_grad()
     return results(model, keras_optimizer, [])
