@@ -41,12 +41,12 @@ def count(event: str, args: tuple[object, ...]) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def save_all(value: int) -> None:
+def save_all(value: int, at: int | None) -> None:
     layers = [keras.layers.Dense(64, name=name) for name in ("a", "b", "c")]
     model = unisono.parallel(keras.Sequential([keras.Input((64,)), *layers]), replicas=2)
     model.set_weights([np.full_like(weight, value) for weight in model.get_weights()])
-    global num_events
-    num_events = 0
+    global num_events, die_at
+    num_events, die_at = 0, at
     model.save(MODEL)
     model.save_weights(WEIGHTS)
     model.save_weights(INDEX, max_shard_size=20e3 / 2**30)
@@ -54,11 +54,9 @@ def save_all(value: int) -> None:
 
 def in_child(value: int, at: int | None = None) -> tuple[int, int]:
     """How a child ended that saves, and the number of its events."""
-    global die_at
     reading, writing = os.pipe()
     if not (pid := os.fork()):
-        die_at = at
-        save_all(value)
+        save_all(value, at)
         os.write(writing, str(num_events).encode())
         os._exit(0)
     os.close(writing)
