@@ -31,6 +31,7 @@ CONTRACT = (
 )
 MORE_OF_IT = (
     "embedding_adam",
+    "embedding_rmsprop_one_row",
     "dice",
     "shuffle",
     "accumulation",

@@ -17,7 +17,7 @@ from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, SeedGenerator
 from unisono.engines.step import SEED_STRIDE
 from unisono.engines.tensorflow_variables import mirrored, spread_seed
 
-_COPIES = "_unisono_copies"
+_COPIES = "unisono_copies"
 
 
 class StepSeeds:

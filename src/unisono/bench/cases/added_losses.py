@@ -56,7 +56,7 @@ def add_loss(adopt: Adopt) -> Results:
     return train(adopt(penalized(ops.mean)), metrics=["mae"])
 
 
-@EXTRA_LOSSES.case("`add_loss` before batch norm, and state that `call` keeps in attributes")
+@EXTRA_LOSSES.case("`add_loss` and an activity regularizer before batch norm")
 def add_loss_batch_norm(adopt: Adopt) -> Results:
     model = stacked(
         layers.Dense(5, "tanh", activity_regularizer=regularizers.L2(0.1)),
