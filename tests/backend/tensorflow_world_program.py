@@ -138,6 +138,40 @@ def one_trace() -> Any:
     return [before > 0, num_traces - before]
 
 
+class Draws(keras.layers.Layer):
+    """Gives out what it draws without a seed."""
+
+    def call(self, inputs: Any) -> Any:
+        return inputs * 0.0 + keras.random.normal(keras.ops.shape(inputs))
+
+
+def unseeded() -> Any:
+    """What the rows of two batches got, drawn by all processes."""
+    keras.utils.set_random_seed(3)
+    model = unisono.parallel(keras.Sequential([keras.Input((6,)), Draws()]))
+    return model.predict(np.ones((8, 6)), batch_size=4, verbose=0).ravel().tolist()
+
+
+def sparse_and_ragged() -> Any:
+    """Batches of tf.data that cannot be indexed, or whose rows have any length."""
+    x = np.arange(12.0, dtype="float32").reshape(6, 2)
+    kinds = {"sparse": tf.sparse.from_dense(x), "ragged": tf.RaggedTensor.from_tensor(x)}
+    return {
+        kind: net_of_sums().predict(tf.data.Dataset.from_tensors(rows), verbose=0).ravel().tolist()
+        for kind, rows in kinds.items()
+    }
+
+
+def net_of_sums() -> Any:
+    class Sums(keras.Model):
+        def call(self, inputs: Any) -> Any:
+            is_sparse = isinstance(inputs, tf.SparseTensor)
+            dense = tf.sparse.to_dense(inputs) if is_sparse else inputs.to_tensor()
+            return tf.reduce_sum(dense, 1, keepdims=True)
+
+    return unisono.parallel(Sums())
+
+
 class Probe(keras.layers.Layer):
     """Keeps what passes through it in a step that runs eagerly."""
 
@@ -256,6 +290,8 @@ CHECKS = (
     order,
     one_trace,
     masks,
+    unseeded,
+    sparse_and_ragged,
     writes,
     variables_are_plain,
     export,

@@ -10,6 +10,7 @@ import itertools
 import random
 import re
 import tempfile
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -369,6 +370,23 @@ def seeds_as_keras_does(model: Any) -> bool:
     others = drawn()
     lookup("unisono.engines.seeds:set_seed")(11)
     return drawn() == expected and others[-1] != expected[-1]
+
+
+def draws_from_the_global_generator(model: Any) -> bool:
+    """Whatever stands in its place is asked for `next(ordered=False)`."""
+    if BACKEND == "jax":
+        return True  # Nothing is put there.
+    name = lookup("keras.src.random.seed_generator:GLOBAL_SEED_GENERATOR")
+    state = lookup("keras.src.backend.common:global_state")
+    kept, generator = state.get_global_attribute(name), keras.random.SeedGenerator(1)
+    state.set_global_attribute(name, generator)
+    try:
+        before = keras.ops.convert_to_numpy(generator.state).tolist()
+        keras.random.normal((2,))
+        after = keras.ops.convert_to_numpy(generator.state).tolist()
+    finally:
+        state.set_global_attribute(name, kept)
+    return before != after
 
 
 def array_adapter() -> Any:
@@ -867,7 +885,6 @@ TABLE = [
         Name(name, "seeds", "to seed Keras and not to import TensorFlow", seeds_as_keras_does)
         for name in (
             "keras.src.backend.common.global_state:set_global_attribute",
-            "keras.src.random.seed_generator:GLOBAL_SEED_GENERATOR",
             "keras.src.utils.rng_utils:GLOBAL_RANDOM_SEED",
         )
     ),
@@ -1046,6 +1063,78 @@ TABLE = [
         JAX,
     ),
     # -- TensorFlow ----------------------------------------------------------------------------
+    Name(
+        "_merge_call",
+        "tensorflow_threads",
+        "to keep a replica's attributes while the threads of others run",
+        has_signature(
+            "tensorflow.python.distribute.distribute_lib:ReplicaContextBase._merge_call",
+            "merge_fn",
+            "args",
+            "kwargs",
+        ),
+        TF,
+    ),
+    Name(
+        "keras.src.backend.common:global_state",
+        "tensorflow_threads",
+        "to start the thread of a replica with the caller's global state of Keras",
+        lambda model: all(
+            isinstance(lookup(f"keras.src.backend.common:global_state.{name}"), threading.local)
+            for name in ("GLOBAL_STATE_TRACKER", "GLOBAL_SETTINGS_TRACKER")
+        ),
+        TF,
+    ),
+    *(
+        Name(
+            name,
+            "seeds, tensorflow_seeds",
+            "to seed what functions without a seed draw from, and to give steps another stream",
+            draws_from_the_global_generator,
+        )
+        for name in (
+            "keras.src.random.seed_generator:GLOBAL_SEED_GENERATOR",
+            "keras.src.random.seed_generator:SeedGenerator",
+            "keras.src.backend.common.global_state:get_global_attribute",
+        )
+    ),
+    *(
+        Name(
+            f"keras.src.utils.tracking:{kind}",
+            "tensorflow_threads",
+            "to restore what attributes held, past the trackers",
+            tracks_in_containers,
+            TF,
+        )
+        for kind in ("TrackedDict", "TrackedList", "TrackedSet")
+    ),
+    Name(
+        "_distribute_strategy",
+        "tensorflow_strategy",
+        "to refuse a model that was made under a strategy of tf.distribute",
+        lambda model: model._distribute_strategy is None,
+        TF,
+    ),
+    *(
+        Name(
+            name,
+            "tensorflow_strategy",
+            "to refuse an optimizer that was made under a strategy of tf.distribute",
+            lambda model: (
+                type(model.optimizer._distribution_strategy).__name__
+                == "_DefaultDistributionStrategy"
+            ),
+            TF,
+        )
+        for name in ("_distribution_strategy", "_DefaultDistributionStrategy")
+    ),
+    Name(
+        "_post_build",
+        "tensorflow_build",
+        "to end a build as Keras does",
+        lambda model: callable(model._post_build),
+        TF,
+    ),
     Name(
         "keras.src.backend.tensorflow.optimizer:TFOptimizer",
         "tensorflow_optimizer",

@@ -116,6 +116,18 @@ def test_a_step_is_traced_for_any_number_of_rows_at_once(world):
 
 
 @pytest.mark.slow
+def test_draws_without_a_seed_differ_between_processes_and_steps(world):
+    assert all(found["unseeded"] == world[0]["unseeded"] for found in world)
+    assert len(set(world[0]["unseeded"])) == 48
+
+
+@pytest.mark.slow
+def test_sparse_and_ragged_batches_are_split(world):
+    sums = [1.0, 5.0, 9.0, 13.0, 17.0, 21.0]
+    assert all(found["sparse_and_ragged"] == {"sparse": sums, "ragged": sums} for found in world)
+
+
+@pytest.mark.slow
 def test_dropout_differs_between_processes_and_steps(world):
     masks = [json.dumps(mask) for found in world for mask in found["masks"]]
     assert len(masks) == 2 * SIZE

@@ -32,6 +32,9 @@ CONTRACT = (
 )
 MORE_OF_IT = (
     "embedding_adam",
+    "embedding_rmsprop_one_row",
+    "unseeded",
+    "ragged",
     "dice",
     "shuffle",
     "accumulation",

@@ -120,6 +120,20 @@ def leaf_metrics(model: keras.Model) -> list[Any]:
     return list(leaves.values())
 
 
+def objects_with_state(model: keras.Model) -> list[Any]:
+    """What a step of a model runs code of, and may keep something in: its layers, losses, metrics
+    and optimizers."""
+    losses = getattr(model._compile_loss, "_flat_losses", None) or []
+    found = [
+        *model._flatten_layers(),
+        *leaf_metrics(model),
+        *with_inner(optimizers_of(model)),
+        *(one.loss for one in losses if one is not None),
+        model._compile_loss,
+    ]
+    return list({id(one): one for one in found if hasattr(one, "__dict__")}.values())
+
+
 def drifting_variables(model: keras.Model, sync_batch_norm: bool) -> Iterator[Any]:
     """Non-trainable state that a forward pass computes from the replica's own rows alone."""
     for layer in model._flatten_layers():

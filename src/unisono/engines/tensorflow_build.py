@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from unisono.engines.hooks import original
 from unisono.engines.parts import optimizers_of
+from unisono.engines.tensorflow_rows import Composite
 
 
 def spec_of(iterator: Any) -> Any:
@@ -29,6 +30,14 @@ def build(model: Any, prepare: Callable[[], None], data_batch: Any) -> None:
         lambda leaf: None if isinstance(leaf, tf.NoneTensorSpec) else leaf, data_batch
     )
     has_own_step = type(model).train_step is not keras.Model.train_step
+    if _has_composites(data_batch):
+        if not _is_built(model):
+            _trace_alone(model, "train_step" if has_own_step else "test_step", data_batch)
+            if model.optimizer is not None and not model.optimizer.built:
+                model.optimizer.build(model.trainable_variables)
+            model._post_build()
+        prepare()
+        return
     try:
         model._symbolic_build(data_batch=data_batch)
     except RuntimeError:
@@ -37,12 +46,16 @@ def build(model: Any, prepare: Callable[[], None], data_batch: Any) -> None:
         # A model with steps of its own needs no `call`, which Keras would build it by.
     prepare()
     if has_own_step and not all(o.built for o in optimizers_of(model)):
-        _trace_alone(model, data_batch)
+        _trace_alone(model, "train_step", data_batch)
         prepare()
 
 
 def build_for_prediction(model: Any, prepare: Callable[[], None], data: Any) -> None:
     """Build a model that predicts before it is trained."""
+    if _has_composites(data):
+        _trace_alone(model, "predict_step", data)
+        prepare()
+        return
     x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
     spec = keras.tree.map_structure(
         lambda t: keras.KerasTensor(t.shape, keras.backend.standardize_dtype(t.dtype)), x
@@ -51,7 +64,18 @@ def build_for_prediction(model: Any, prepare: Callable[[], None], data: Any) -> 
     prepare()
 
 
-def _trace_alone(model: Any, data_batch: Any) -> None:
-    """Trace a user's own step as on one device: so it makes the variables that it needs."""
-    step = model._autoconvert_optionals(original(model, "train_step"))
+def _has_composites(data_batch: Any) -> bool:
+    """Whether data is ragged or sparse, of which Keras' symbolic build knows nothing."""
+    kinds = (*Composite, tf.RaggedTensorSpec, tf.SparseTensorSpec)
+    return any(isinstance(leaf, kinds) for leaf in keras.tree.flatten(data_batch))
+
+
+def _is_built(model: Any) -> bool:
+    parts = [*model._flatten_layers(), model._compile_metrics, model._compile_loss]
+    return all(part.built for part in [*parts, *optimizers_of(model)] if part is not None)
+
+
+def _trace_alone(model: Any, name: str, data_batch: Any) -> None:
+    """Trace a step as on one device: so it makes the variables that it needs."""
+    step = model._autoconvert_optionals(original(model, name))
     tf.function(step, autograph=False).get_concrete_function(data_batch)

@@ -22,7 +22,7 @@ from unisono.engines.checksums import (
     own_checksums,
 )
 from unisono.engines.hooks import bind, original, unbind
-from unisono.engines.parts import optimizers_of, seed_states, with_inner
+from unisono.engines.parts import objects_with_state, optimizers_of, seed_states, with_inner
 from unisono.engines.replication import Replication
 from unisono.engines.tensorflow_build import build, build_for_prediction, spec_of
 from unisono.engines.tensorflow_collectives import TensorFlowCollectives
@@ -39,7 +39,9 @@ from unisono.engines.tensorflow_replica import (
     num_rows,
     running,
 )
-from unisono.engines.tensorflow_strategy import strategy_of
+from unisono.engines.tensorflow_rows import join_rows, rows_between
+from unisono.engines.tensorflow_strategy import check_strategy, strategy_of
+from unisono.engines.tensorflow_threads import ReplicaThreads
 from unisono.engines.tensorflow_variables import (
     forget_functions,
     mirrored,
@@ -79,6 +81,7 @@ class TensorFlowEngine:
     def adopt(
         self, model: keras.Model, placement: Placement, *, sync_batch_norm: bool
     ) -> "SingleReplica | TensorFlowReplicas | TensorFlowWorldReplicas":
+        check_strategy(model)
         if placement.num_processes > 1:
             return TensorFlowWorldReplicas(model, placement, sync_batch_norm=sync_batch_norm)
         if placement.num_replicas == 1 and placement.indices == (0,):
@@ -240,27 +243,37 @@ class TensorFlowReplicas:
         return model.predict_function
 
     def _predict_step(self, data: Any) -> Any:
+        every: list[Any] = []  # What each replica predicts, in order.
+
         def on_replica(replica: TensorFlowReplica) -> Any:
-            return original(self._model, "predict_step")(replica.own_rows(data))
+            outputs = original(self._model, "predict_step")(replica.own_rows(data))
+            every.append(outputs)
+            # In dense parts: tf.distribute knows no ragged and sparse tensors.
+            return tf.nest.flatten(keras.tree.flatten(outputs), expand_composites=True)
 
+        results = [
+            self._strategy.experimental_local_results(r) for r in self._run(on_replica, data)
+        ]
+        parts = [
+            tf.nest.pack_sequence_as(keras.tree.flatten(outputs), own, expand_composites=True)
+            for outputs, own in zip(every, zip(*results, strict=True), strict=True)
+        ]
         count = num_rows(data)
-
-        def join(value: Any) -> Any:
-            parts = self._strategy.experimental_local_results(value)
-            return tf.concat(parts, axis=0)[:count]
-
-        return keras.tree.map_structure(join, self._run(on_replica, data))
+        joined = [rows_between(join_rows(leaves), 0, count) for leaves in zip(*parts, strict=True)]
+        return keras.tree.pack_sequence_as(every[0], joined)
 
     def _run(self, on_replica: Callable[[TensorFlowReplica], Any], data: Any) -> Any:
         count = num_rows(data)
+        threads = ReplicaThreads(self._strategy, objects_with_state(self._model))
 
         def run() -> Any:
-            with running(
-                TensorFlowReplica(data, count, LinksInProcess(self._num_replicas))
-            ) as replica:
+            links = LinksInProcess(self._num_replicas)
+            with threads.replica(), running(TensorFlowReplica(data, count, links)) as replica:
                 return on_replica(replica)
 
-        return self._strategy.run(run)
+        results = self._strategy.run(run)
+        threads.finish()
+        return results
 
     def _first(self, values: Any) -> Any:
         return keras.tree.map_structure(

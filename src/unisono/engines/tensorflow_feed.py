@@ -19,6 +19,7 @@ from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from unisono.devices.cpu import num_cores
 from unisono.engines.adapters import changing_arrays
 from unisono.engines.hooks import bind, original, unbind
+from unisono.engines.tensorflow_rows import spec_of_any_rows
 from unisono.engines.world_feed import Share
 
 _NUM_AHEAD = 2
@@ -68,7 +69,7 @@ class Shares:
     def element_spec(self) -> Share:
         """What the shares look like, as a data set of them would say."""
         share = self._share(np.arange(min(1, self._shared.arrays._num_samples)))
-        return Share(keras.tree.map_structure(_spec_of, share.data), *share[1:])
+        return Share(keras.tree.map_structure(spec_of_any_rows, share.data), *share[1:])
 
     def __iter__(self) -> Iterator[Share]:
         arrays = self._shared.arrays
@@ -101,15 +102,6 @@ def _to_tensor(sliceable: Any, rows: Any) -> Any:
         return found.sparse
     is_ready = isinstance(found, (tf.Tensor, tf.RaggedTensor))
     return found if is_ready else tf.convert_to_tensor(found)
-
-
-def _spec_of(leaf: Any) -> Any:
-    if leaf is None:
-        return None
-    if isinstance(leaf, tf.RaggedTensor):
-        return tf.RaggedTensorSpec([None, *leaf.shape[1:]], leaf.dtype, leaf.ragged_rank)
-    kind = tf.SparseTensorSpec if isinstance(leaf, tf.SparseTensor) else tf.TensorSpec
-    return kind([None, *leaf.shape[1:]], leaf.dtype)
 
 
 def _orders(shared: Any) -> Callable[[], Any]:

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from unisono.data import share_bounds
 from unisono.engines.tensorflow_group import Group
+from unisono.engines.tensorflow_rows import Composite, gather_parts
 
 
 class LinksInProcess:
@@ -25,6 +26,8 @@ class LinksInProcess:
         return list(self._context.all_reduce(tf.distribute.ReduceOp.SUM, copies))
 
     def gather(self, x: Any, num_rows: Any, is_whole: Any) -> Any:
+        if isinstance(x, Composite):
+            return gather_parts(x, lambda part: self.gather(part, num_rows, is_whole))
         is_bool = x.dtype == tf.bool
         every = self._context.all_gather(tf.cast(x, tf.int32) if is_bool else x, axis=0)
         return tf.cast(every, x.dtype)
@@ -47,6 +50,9 @@ class LinksAcrossProcesses:
         return [next(sparse if flag else dense) for flag in is_sparse]
 
     def gather(self, x: Any, num_rows: Any, is_whole: Any) -> Any:
+        if isinstance(x, Composite):
+            group = self._group
+            return gather_parts(x, lambda part: group.gather_rows(part, group.row_counts(part)))
         return self._group.gather_rows(x, self._sizes(num_rows, is_whole))
 
     def _sizes(self, num_rows: Any, is_whole: Any) -> Any:

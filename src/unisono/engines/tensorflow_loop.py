@@ -14,12 +14,13 @@ import tensorflow as tf
 from unisono.data import share_bounds
 from unisono.devices import Placement
 from unisono.engines.own_loop import LoopReplication
-from unisono.engines.parts import with_inner
+from unisono.engines.parts import objects_with_state, with_inner
 from unisono.engines.tensorflow_links import LinksInProcess
 from unisono.engines.tensorflow_optimizer import stay_in_replica
 from unisono.engines.tensorflow_replica import TensorFlowReplica, current_replica, running
 from unisono.engines.tensorflow_steps import KnownSteps, first_rows, variables_of
 from unisono.engines.tensorflow_strategy import strategy_of
+from unisono.engines.tensorflow_threads import ReplicaThreads
 from unisono.engines.tensorflow_variables import mirrored, replace_values, spread_seed
 from unisono.errors import StrategyError
 
@@ -37,6 +38,7 @@ class TensorFlowLoop:
         is_shared = self.num_replicas > 1
         self._known_steps = KnownSteps(self._spec, self._take, is_shared=is_shared)
         self._spread_seeds: dict[int, Any] = {}
+        self._objects: dict[int, Any] = {}
 
     def split(self, batch: Any, num_rows: int) -> Any:
         def own_rows(context: Any) -> Any:
@@ -67,15 +69,18 @@ class TensorFlowLoop:
 
         # Of what runs on a replica, only the user's step is for autograph to rewrite.
         start, finish = map(_as_written, (self._replication.start, self._replication.finish))
+        threads = self._threads()
 
         def on_replica(*args: Any, **kwargs: Any) -> Any:
-            with running(self._replica((args, kwargs))) as replica:
+            with threads.replica(), running(self._replica((args, kwargs))) as replica:
                 start(replica)
                 result = step(*args, **kwargs)
                 finish(replica)
                 return result
 
-        return self._strategy.run(on_replica, tuple(args), dict(kwargs))
+        results = self._strategy.run(on_replica, tuple(args), dict(kwargs))
+        threads.finish()
+        return results
 
     @_as_written
     def reduce(self, how: str, value: Any, axis: int | None) -> Any:
@@ -147,10 +152,17 @@ class TensorFlowLoop:
         links = LinksInProcess(self.num_replicas)
         return TensorFlowReplica(rows, num_rows, links, is_own_loop=True)
 
+    @_as_written
+    def _threads(self) -> ReplicaThreads:
+        return ReplicaThreads(self._strategy, self._objects.values())
+
     def _take(
         self, models: list[Any], optimizers: list[Any], metrics: list[Any], loose: list[Any]
     ) -> None:
         self._replication.take(models, optimizers, metrics)
+        objects = [o for model in models for o in objects_with_state(model)]
+        objects += [*with_inner(optimizers), *metrics]
+        self._objects |= {id(o): o for o in objects}
         variables = [*variables_of([*models, *optimizers, *metrics]), *loose]
         for optimizer in with_inner(optimizers):
             stay_in_replica(optimizer)

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from unisono.data import share_bounds
 from unisono.engines.step import StepState, not_reduced_error
+from unisono.engines.tensorflow_rows import join_rows, num_rows_of, rows_between
 
 _running = threading.local()
 
@@ -80,23 +81,17 @@ class TensorFlowReplica:
 
     def own_rows(self, data: Any) -> Any:
         def rows(leaf: Any) -> Any:
-            if leaf is None:
-                return None
-            if isinstance(leaf, tf.SparseTensor):
-                begin = tf.concat([[self._start], tf.zeros_like(leaf.dense_shape[1:], tf.int32)], 0)
-                size = tf.concat(
-                    [[self._stop - self._start], tf.cast(leaf.dense_shape[1:], tf.int32)], 0
-                )
-                return tf.sparse.slice(leaf, tf.cast(begin, tf.int64), tf.cast(size, tf.int64))
-            return leaf[self._start : self._stop]
+            return None if leaf is None else rows_between(leaf, self._start, self._stop)
 
         # Sliced before it travels: a device gets its own rows only.
         with tf.device("CPU:0"):
             return keras.tree.map_structure(rows, data)
 
     def gather_rows(self, x: Any) -> Any:
-        every = tf.stop_gradient(self._links.gather(x, self.num_rows, self._is_whole))
-        return tf.concat([every[: self._start], x, every[self._stop : self._rows_after]], axis=0)
+        every = self._links.gather(x, self.num_rows, self._is_whole)
+        every = tf.nest.map_structure(tf.stop_gradient, every, expand_composites=True)
+        after = rows_between(every, self._stop, self._rows_after)
+        return join_rows([rows_between(every, 0, self._start), x, after])
 
     def follow_changes(self, own: Any, gathered: Any) -> None:
         """Tensors of a graph cannot be changed."""
@@ -157,7 +152,7 @@ class TensorFlowReplica:
     def reduce_gradients(
         self, gradients: Sequence[Any], variables: Sequence[Any], weight: Any
     ) -> list[Any]:
-        known = [_weighted(g, weight) for g in gradients if g is not None]
+        known = [self._weighted(g, weight) for g in gradients if g is not None]
         totals = iter(self.total(known))
         return [None if g is None else next(totals) for g in gradients]
 
@@ -173,13 +168,17 @@ class TensorFlowReplica:
             is_other = difference > 1e-4 * tf.abs(total)  # False where they overflowed.
             tf.debugging.Assert(tf.logical_not(is_other), [not_reduced_error(optimizer)])
 
-
-def _weighted(gradient: Any, weight: Any) -> Any:
-    weight = tf.cast(weight, gradient.dtype)
-    if isinstance(gradient, tf.IndexedSlices):
-        # Kept sparse: Keras' optimizers update only the rows that were used.
-        return tf.IndexedSlices(gradient.values * weight, gradient.indices, gradient.dense_shape)
-    return gradient * weight
+    def _weighted(self, gradient: Any, weight: Any) -> Any:
+        weight = tf.cast(weight, gradient.dtype)
+        if not isinstance(gradient, tf.IndexedSlices):
+            return gradient * weight
+        # Kept sparse: Keras' optimizers update only the rows that were used. They square the
+        # slices one by one: where the batch runs whole on each replica, all come from the first.
+        weight *= tf.where(self._is_whole, tf.cast(self._num_replicas, weight.dtype), 1)
+        is_left_out = tf.logical_and(self._is_whole, self._index > 0)
+        count = tf.where(is_left_out, 0, tf.shape(gradient.indices)[0])
+        values, indices = gradient.values[:count] * weight, gradient.indices[:count]
+        return tf.IndexedSlices(values, indices, gradient.dense_shape)
 
 
 def after_data(data: Any) -> AbstractContextManager[Any]:
@@ -196,7 +195,4 @@ def after_data(data: Any) -> AbstractContextManager[Any]:
 
 def num_rows(data: Any) -> Any:
     """The rows of a global batch."""
-    leaf = next(leaf for leaf in keras.tree.flatten(data) if leaf is not None)
-    if isinstance(leaf, tf.SparseTensor):
-        return tf.cast(leaf.dense_shape[0], tf.int32)
-    return leaf.nrows(tf.int32) if isinstance(leaf, tf.RaggedTensor) else tf.shape(leaf)[0]
+    return num_rows_of(next(leaf for leaf in keras.tree.flatten(data) if leaf is not None))

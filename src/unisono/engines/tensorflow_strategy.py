@@ -1,9 +1,14 @@
 """The strategies of tf.distribute that replicas run under."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import tensorflow as tf
 
 from unisono.devices import Placement
+from unisono.engines.parts import optimizers_of, with_inner
 from unisono.engines.tensorflow_replica import current_replica
+from unisono.errors import ModelError
 
 _strategies: dict[Placement, tf.distribute.Strategy] = {}
 
@@ -33,3 +38,29 @@ def strategy_of(placement: Placement) -> tf.distribute.Strategy:
     if placement not in _strategies:
         _strategies[placement] = MirroredStrategy(placement)
     return _strategies[placement]
+
+
+def check_strategy(model: Any) -> None:
+    """Raise ModelError where a user's own strategy of tf.distribute has a hold on a model."""
+    for strategy in _strategies_around(model):
+        # TensorFlow has one for what is under none.
+        is_none = strategy is None or type(strategy).__name__ == "_DefaultDistributionStrategy"
+        if not (is_none or isinstance(strategy, MirroredStrategy)):
+            raise ModelError(
+                f"Asked to parallelize a model that belongs to a {type(strategy).__name__} of "
+                "tf.distribute: it, its optimizer or this call is under that strategy's scope. "
+                "Build, compile and train it outside of `strategy.scope()`; where a scope is "
+                "wanted, use unisono.Strategy or unisono.compat.MirroredStrategy."
+            )
+
+
+def _strategies_around(model: Any) -> Iterator[Any]:
+    if tf.distribute.has_strategy():
+        yield tf.distribute.get_strategy()
+    yield model._distribute_strategy
+    optimizers = list(with_inner(optimizers_of(model)))
+    for optimizer in optimizers:
+        yield getattr(optimizer, "_distribution_strategy", None)
+    variables = [*model.variables, *(v for one in optimizers for v in one.variables)]
+    for variable in variables:
+        yield getattr(variable._value, "distribute_strategy", None)

@@ -2,7 +2,7 @@
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Set
 from typing import Any
 
 import keras
@@ -103,10 +103,10 @@ def replace_values(
     has_moved = any(isinstance(v._value, MirroredVariable) for v, _ in changed.values())
     # Only layers are shared between models, not their metrics and optimizers.
     own = {id(v) for v in owner.variables} if owner is not None else changed.keys()
-    others = list(_models_with(own & changed.keys(), owner))
+    others, built = _users_of(own & changed.keys(), owner)
     models = others if owner is None else [owner, *others]
     optimizers = {id(o): o for one in models for o in with_inner(optimizers_of(one))}
-    optimizers |= {id(o): o for o in with_inner(more_optimizers)}
+    optimizers |= {id(o): o for o in with_inner([*more_optimizers, *built])}
     keys = {i: {id(v): o._var_key(v) for v, _ in changed.values()} for i, o in optimizers.items()}
     for variable, new in changed.values():
         variable._value = new
@@ -124,11 +124,21 @@ def forget_functions(model: keras.Model) -> None:
     model.predict_function = None
 
 
-def _models_with(variables: Set[int], owner: keras.Model | None) -> Iterator[keras.Model]:
-    """Other models that share one of these variables. There is no register of models."""
-    if not variables:
-        return
-    for other in gc.get_objects():
-        is_model = issubclass(type(other), keras.Model) and other is not owner
-        if is_model and any(id(variable) in variables for variable in other.variables):
-            yield other
+def _users_of(
+    variables: Set[int], owner: keras.Model | None
+) -> tuple[list[keras.Model], list[Any]]:
+    """Other models that share one of these variables, and optimizers that were built for one.
+
+    There is no register of them, and an optimizer of a custom training loop belongs to no model.
+    """
+    models: list[keras.Model] = []
+    optimizers: list[Any] = []
+    for found in gc.get_objects() if variables else ():
+        if issubclass(type(found), keras.Model):
+            if found is not owner and any(id(v) in variables for v in found.variables):
+                models.append(found)
+        elif issubclass(type(found), keras.optimizers.Optimizer):
+            known = getattr(found, "_trainable_variables", ())
+            if any(id(variable) in variables for variable in known):
+                optimizers.append(found)
+    return models, optimizers

@@ -19,6 +19,7 @@ from unisono.engines.tensorflow_group import Group
 from unisono.engines.tensorflow_links import LinksAcrossProcesses
 from unisono.engines.tensorflow_optimizer import stay_in_replica
 from unisono.engines.tensorflow_replica import TensorFlowReplica, current_replica, running
+from unisono.engines.tensorflow_seeds import StepSeeds
 from unisono.engines.tensorflow_steps import KnownSteps, first_rows, variables_of
 from unisono.engines.tensorflow_watch import Watch
 from unisono.engines.tensorflow_world import group_of
@@ -63,6 +64,7 @@ class TensorFlowWorldLoop:
         start, finish = map(_as_written, (self._replication.start, self._replication.finish))
         with (
             _Context(self._strategy, self._group),
+            StepSeeds(rank=self._group.rank).used(),
             running(self._replica((args, kwargs))) as replica,
         ):
             start(replica)

@@ -23,6 +23,8 @@ from unisono.engines.tensorflow_build import build, build_for_prediction, spec_o
 from unisono.engines.tensorflow_group import naming_lost_peers
 from unisono.engines.tensorflow_links import LinksAcrossProcesses
 from unisono.engines.tensorflow_replica import TensorFlowReplica, current_replica, running
+from unisono.engines.tensorflow_rows import rows_between, spec_of_any_rows
+from unisono.engines.tensorflow_seeds import StepSeeds
 from unisono.engines.tensorflow_variables import forget_functions
 from unisono.engines.tensorflow_watch import Watch
 from unisono.engines.tensorflow_world import group_of
@@ -50,7 +52,7 @@ class TensorFlowWorldReplicas:
         self._model = model
         self._links = LinksAcrossProcesses(group_of())
         self._watch = Watch(group_of())
-        self._feed = Feed(world, needs_even_shares=False)
+        self._feed = Feed(world, needs_even_shares=False, rows_between=rows_between)
         self._calls = WorldCalls(model, self._feed, self._settle)
         self._hooked_optimizers: list[Any] = []
         self._hook_optimizers()
@@ -175,7 +177,8 @@ class TensorFlowWorldReplicas:
 
     def _compiled(self, on_replica: OnReplica) -> Callable[[Any, Any], Any]:
         def step(data: Any, num_rows: Any) -> Any:
-            with running(TensorFlowReplica(data, num_rows, self._links)) as replica:
+            replica = TensorFlowReplica(data, num_rows, self._links)
+            with StepSeeds(rank=self._links.index).used(), running(replica):
                 result = on_replica(replica, data)
                 replica.total([])  # Should anything still be postponed.
                 return result
@@ -218,17 +221,11 @@ class _Compiled:
     def __call__(self, data: Any, num_rows: Any) -> Any:
         # Processes may have different numbers of rows, and the last batch fewer. Data of other
         # parts (with weights, without targets) is traced for any number too.
-        specs = keras.tree.map_structure(_spec_of_any_rows, data)
+        specs = keras.tree.map_structure(spec_of_any_rows, data)
         if (name := repr(specs)) not in self._traced:
             self._function.get_concrete_function(specs, tf.TensorSpec([], tf.int32))
             self._traced.add(name)
         return self._function(data, num_rows)
-
-
-def _spec_of_any_rows(leaf: Any) -> Any:
-    if isinstance(leaf, tf.Tensor) and leaf.shape.rank:
-        return tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype)
-    return leaf
 
 
 def _to_tensor(leaf: Any) -> Any:

@@ -45,11 +45,19 @@ class Feed:
     """The shares of one model's data in one process.
 
     `needs_even_shares`: a batch that does not divide by the processes is given whole to each.
+    `rows_between(leaf, start, stop)` takes rows of what cannot be indexed, too.
     """
 
-    def __init__(self, world: World, *, needs_even_shares: bool) -> None:
+    def __init__(
+        self,
+        world: World,
+        *,
+        needs_even_shares: bool,
+        rows_between: Callable[[Any, int, int], Any] = lambda leaf, start, stop: leaf[start:stop],
+    ) -> None:
         self.world = world
         self._needs_even_shares = needs_even_shares
+        self._rows_between = rows_between
         self._calls: list[_Call] = []
 
     @contextmanager
@@ -85,7 +93,7 @@ class Feed:
 
         def rows(leaf: Any) -> Any:
             is_split = not is_whole and _rows_of(leaf) == num_rows
-            return leaf[start:stop] if is_split else leaf
+            return self._rows_between(leaf, start, stop) if is_split else leaf
 
         data = keras.tree.map_structure(rows, batch)
         return Share(data, num_rows, is_whole, checksum_of(batch))
@@ -150,9 +158,9 @@ def checksum_of(batch: Any) -> int:
     for leaf in keras.tree.flatten(batch):
         if not _rows_of(leaf):
             continue
-        num_bytes = int(np.prod(leaf.shape)) * 8
+        num_bytes = int(np.prod([size or 1 for size in leaf.shape])) * 8
         step = max(1, min(_rows_of(leaf), num_bytes // _MOST_BYTES_COMPARED))
-        total = zlib.crc32(_bytes_of(leaf[::step] if step > 1 else leaf), total)
+        total = zlib.crc32(_bytes_of(leaf, step), total)
     return short(total)
 
 
@@ -161,8 +169,9 @@ def short(checksum: int) -> int:
     return checksum & 0x7FFFFFFF
 
 
-def _bytes_of(rows: Any) -> bytes:
+def _bytes_of(rows: Any, step: int) -> bytes:
     try:
+        rows = rows[::step] if step > 1 else rows
         values = np.asarray(keras.ops.convert_to_numpy(rows))
     except (TypeError, ValueError, AttributeError, RuntimeError):
         return b""  # Sparse or ragged: the number of rows is compared, and the dense parts.

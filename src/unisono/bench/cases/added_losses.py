@@ -56,6 +56,18 @@ def add_loss(adopt: Adopt) -> Results:
     return train(adopt(penalized(ops.mean)), metrics=["mae"])
 
 
+@EXTRA_LOSSES.case("`add_loss` and an activity regularizer before batch norm")
+def add_loss_batch_norm(adopt: Adopt) -> Results:
+    model = stacked(
+        layers.Dense(5, "tanh", activity_regularizer=regularizers.L2(0.1)),
+        Penalty(),
+        layers.BatchNormalization(epsilon=0.1),
+        layers.Dense(2),
+        shape=(NUM_FEATURES,),
+    )
+    return train(adopt(model), metrics=["mae"])
+
+
 @EXTRA_LOSSES.case(
     "`add_loss`, a sum over the batch",
     unpromised={"tensorflow": BATCH_MEANS, "torch": BATCH_MEANS},

@@ -2,13 +2,17 @@
 tested by behaviour in the test suite and not by comparison.
 """
 
-from keras import layers
+from typing import Any
+
+import keras
+from keras import layers, ops
 
 from unisono.bench.case import Adopt, Group, Results, to_numpy
 from unisono.bench.exercise import stacked, train
 from unisono.bench.tasks import NUM_FEATURES, NUM_STEPS, NUM_TOKENS, tokens
 
 DROPOUT = Group("Dropout and noise")
+NO_GLOBAL_SEED = {"jax": "Keras has no global seed in compiled steps there"}
 OWN_MASKS = dict.fromkeys(("tensorflow", "torch"), "replicas draw masks of their own there")
 
 
@@ -43,3 +47,15 @@ def recurrent_dropout(adopt: Adopt) -> Results:
 def no_dropout(adopt: Adopt) -> Results:
     model = stacked(layers.Dropout(0.0), layers.Dense(2), shape=(NUM_FEATURES,))
     return train(adopt(model))
+
+
+class Unseeded(layers.Layer):
+    """Draws without a seed, and adds nothing of it."""
+
+    def call(self, inputs: Any) -> Any:
+        return inputs + 0.0 * keras.random.normal(ops.shape(inputs))
+
+
+@DROPOUT.case("`keras.random` without a seed, times 0", lacks=NO_GLOBAL_SEED)
+def unseeded(adopt: Adopt) -> Results:
+    return train(adopt(stacked(Unseeded(), layers.Dense(2), shape=(NUM_FEATURES,))))

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 from keras import layers
 
-from unisono.bench.case import Adopt, Group, Results
+from unisono.bench.case import Adopt, Group, Results, to_numpy
 from unisono.bench.exercise import exercise, mlp, sgd, stacked, train
 from unisono.bench.tasks import (
     GLOBAL_BATCH,
@@ -27,6 +27,7 @@ from unisono.bench.tasks import (
 INPUTS = Group("Inputs and outputs")
 WEIGHTS = Group("Weights of samples, classes and outputs")
 
+MADE_DENSE = dict.fromkeys(("jax", "torch"), "Keras pads ragged tensors there, to the longest row")
 LOSS_OF_EACH = {"near": "mse", "kind": "sparse_categorical_crossentropy"}
 
 
@@ -126,6 +127,42 @@ def output_without_loss(adopt: Adopt) -> Results:
         loss=["mse", None],
         metrics=[["mae"], None],
     )
+
+
+class RaggedRows(keras.Model):
+    """Rows of any length in, the same scaled and a summary of each row out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.top = layers.Dense(2)
+
+    def build(self, input_shape: Any) -> None:
+        self.scale = self.add_weight(shape=(3,), initializer="ones")
+        self.top.build((None, 3))
+
+    def call(self, inputs: Any) -> Any:
+        import tensorflow as tf
+
+        scaled = inputs * self.scale
+        return scaled, self.top(tf.reduce_mean(scaled, axis=1))
+
+
+def squares_of_all(y: Any, y_pred: Any) -> Any:
+    return keras.ops.mean(keras.ops.square((y - y_pred).flat_values))
+
+
+@INPUTS.case("ragged inputs, targets and outputs", unpromised=MADE_DENSE, sharpest=2)
+def ragged(adopt: Adopt) -> Results:
+    import tensorflow as tf
+
+    lengths = 1 + np.arange(ROWS + TEST_ROWS) % NUM_STEPS
+    values = numbers(NUM_STEPS, 3, seed=4).reshape(-1, 3)[: lengths.sum()]
+    x = tf.RaggedTensor.from_row_lengths(values, lengths)
+    task = split(x, (2.0 * x, numbers(2, seed=1)))
+    results = train(adopt(RaggedRows()), task, loss=[squares_of_all, "mse"])
+    scaled, summary = results["predict"]
+    parts = [to_numpy(part) for part in (scaled.flat_values, scaled.row_lengths(), summary)]
+    return results | {"predict": parts}
 
 
 @WEIGHTS.case("`sample_weight`, one for each sample")

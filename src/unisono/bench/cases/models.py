@@ -30,6 +30,28 @@ def subclassed(adopt: Adopt) -> Results:
     return train(adopt(Perceptron()))
 
 
+class Remembering(keras.Model):
+    """Keeps a tensor in an attribute while batch norm asks all replicas."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = layers.Dense(4, activation="tanh")
+        self.norm = layers.BatchNormalization(momentum=0.8)
+        self.top = layers.Dense(2)
+        self.kept: Any = []
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        self.before = self.hidden(inputs)
+        self.kept.append(keras.ops.square(self.before))
+        normed = self.norm(self.before, training=training)
+        return self.top(normed + self.before + self.kept.pop())
+
+
+@MODELS.case("subclassed, tensors kept in attributes across batch norm")
+def kept_in_attributes(adopt: Adopt) -> Results:
+    return train(adopt(Remembering()))
+
+
 @MODELS.case("subclassed, built by a call, class defined in a function")
 def subclassed_built(adopt: Adopt) -> Results:
     class Local(Perceptron):

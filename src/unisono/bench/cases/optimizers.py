@@ -74,6 +74,13 @@ def adamw(adopt: Adopt) -> Results:
     return train(adopt(mlp()), optimizer=optimizer)
 
 
+@OPTIMIZERS.case("Adam, built for the model before this is made parallel")
+def built_before(adopt: Adopt) -> Results:
+    model, optimizer = mlp(), optimizers.Adam(0.01)
+    optimizer.build(model.trainable_variables)
+    return train(adopt(model), optimizer=optimizer)
+
+
 @OPTIMIZERS.case("ScheduleFreeAdamW")
 def schedule_free(adopt: Adopt) -> Results:
     model, optimizer = adopt(mlp()), optimizers.ScheduleFreeAdamW(0.01)

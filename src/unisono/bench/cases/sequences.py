@@ -11,6 +11,7 @@ from unisono.bench.tasks import (
     NUM_CLASSES,
     NUM_STEPS,
     NUM_TOKENS,
+    Task,
     numbers,
     split,
     tagged_tokens,
@@ -29,6 +30,13 @@ def embedding_sgd(adopt: Adopt) -> Results:
 @SEQUENCES.case("embedding under Adam")
 def embedding_adam(adopt: Adopt) -> Results:
     return train(adopt(embedded_mean()), tokens(), optimizer=optimizers.Adam(0.01))
+
+
+@SEQUENCES.case("embedding under RMSprop, fewer rows than replicas", sharpest=2)
+def embedding_rmsprop_one_row(adopt: Adopt) -> Results:
+    x, y, *rest = tokens()
+    task = Task(x[:13], y[:13], *rest)
+    return train(adopt(embedded_mean()), task, optimizer=optimizers.RMSprop(0.01))
 
 
 @SEQUENCES.case("embedding under `global_clipnorm`")
