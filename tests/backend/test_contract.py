@@ -41,6 +41,7 @@ HARDEST = {
     "subclassed",
     "own_train_step",
     "two_optimizers",
+    "losses_of_examples",
     "rows_47_batch_24",
     "rows_9_batch_2",
     "rows_1_batch_4",

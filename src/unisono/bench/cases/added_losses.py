@@ -123,6 +123,17 @@ def compute_loss_mixed(adopt: Adopt) -> Results:
     return train(adopt(model), optimizer=slow())
 
 
+@EXTRA_LOSSES.case("`compute_loss` that sums, with loss scaling, accumulation and clipping")
+def compute_loss_sum_scaled(adopt: Adopt) -> Results:
+    inputs = keras.Input((NUM_FEATURES,))
+    model = Summing(inputs, layers.Dense(2)(layers.Dense(5, "tanh")(inputs)))
+    optimizer = keras.optimizers.SGD(
+        0.01, loss_scale_factor=8.0, gradient_accumulation_steps=2, global_clipnorm=2.0
+    )
+    has_graph = keras.backend.backend() != "torch"  # Keras takes one step at a time there.
+    return train(adopt(model), optimizer=optimizer, steps_per_execution=2 if has_graph else 1)
+
+
 def slow() -> Any:
     """For sums, whose gradients are larger by the number of rows."""
     return keras.optimizers.SGD(0.003, momentum=0.9)
