@@ -26,6 +26,7 @@ from unisono.engines.loss_kinds import (
 from unisono.engines.parts import optimizers_of
 from unisono.engines.step import StepState, Trial
 from unisono.engines.trial_state import Draws, restored
+from unisono.launch.world import current_world
 
 MOST_ROWS = 8
 # Far from both: what is neither by less than this is rounding.
@@ -162,6 +163,9 @@ def _largest(*arrays: Any) -> float:
 
 
 def _warn(model: keras.Model, found: str) -> None:
+    world = current_world()
+    if world is not None and not world.is_chief:
+        return
     warnings.warn(
         f"{type(model).__name__} {model.name!r}: {found}. It counts as a mean over each replica's "
         "rows, so that training may differ from training on one device. Make it a mean or a sum "

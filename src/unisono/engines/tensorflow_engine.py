@@ -249,13 +249,11 @@ class TensorFlowReplicas:
 
     def _learn_kinds(self, name: str, batch: Any) -> None:
         self._replication.prepare()
-
-        def on_replica() -> None:
-            if int(tf.distribute.get_replica_context().replica_id_in_sync_group) == 0:
-                kinds = learn_kinds(self._model, self._replication, name, batch)
-                self._replication.learn(name, kinds)
-
-        self._strategy.run(on_replica)
+        # As the first replica, whose copies of variables are used and put back.
+        first = tf.distribute.ReplicaContext(self._strategy, replica_id_in_sync_group=0)
+        with first, tf.device(self._strategy.extended.worker_devices[0]):
+            kinds = learn_kinds(self._model, self._replication, name, batch)
+        self._replication.learn(name, kinds)
 
     def _make_predict_function(self, force: bool = False) -> Any:
         model = self._model

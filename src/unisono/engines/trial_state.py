@@ -136,9 +136,9 @@ def _generators() -> list[Callable[[], Any]]:
 
         found += [functools.partial(g.set_state, g.get_state()) for g in generators()]
     else:
-        from tensorflow.python.eager import context
+        from tensorflow.python.eager.context import context
 
-        seeds = getattr(context.context(), "_rng", None)  # Of eager ops, once a seed was set.
+        seeds = context()._rng  # Of eager ops, once a seed was set.
         found += [] if seeds is None else [functools.partial(seeds.setstate, seeds.getstate())]
     return found
 
