@@ -429,6 +429,7 @@ def knows_the_seed(model: Any) -> bool:
 def draws_seeds_of_ops_by_a_generator(model: Any) -> bool:
     import tensorflow as tf
 
+    tf.random.set_seed(7)
     generator = lookup("tensorflow.python.eager.context:context")()._rng
     state = generator.getstate()
     tf.random.uniform([3])

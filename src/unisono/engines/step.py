@@ -128,7 +128,7 @@ def update_metric(
         if not is_sum_of_samples(metric):
             args, kwargs = gather(replica, (args, kwargs))
             replicated.add(id(metric))
-    elif all(kind == MEAN for kind in kinds[1:]):
+    elif kinds and all(kind == MEAN for kind in kinds[1:]):
         # A batch mean, such as the loss in a user's own train_step.
         join = _sum_of_parts if id(leaves[0]) in replica.state.parts_of_sums else mean
         args, kwargs = _sums_as_means(replica, kinds, (args, kwargs))
