@@ -46,6 +46,7 @@ HARDEST = {
     "kept_in_attributes",
     "own_train_step",
     "two_optimizers",
+    "losses_of_examples",
     "rows_47_batch_24",
     "rows_9_batch_2",
     "rows_1_batch_4",

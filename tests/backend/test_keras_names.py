@@ -465,6 +465,42 @@ def knows_the_seed(model: Any) -> bool:
     return lookup("tensorflow.python.eager.context:global_seed")() == 7
 
 
+def draws_seeds_of_ops_by_a_generator(model: Any) -> bool:
+    import tensorflow as tf
+
+    tf.random.set_seed(7)
+    generator = lookup("tensorflow.python.eager.context:context")()._rng
+    state = generator.getstate()
+    tf.random.uniform([3])
+    return bool(generator.getstate() != state)
+
+
+class Adding(keras.layers.Layer):
+    """Adds a loss, and has a regularizer."""
+
+    def build(self, shape: Any) -> None:
+        self.weight = self.add_weight(shape=(), regularizer=keras.regularizers.L2(0.5))
+
+    def call(self, inputs: Any) -> Any:
+        self.add_loss(keras.ops.sum(inputs))
+        return inputs
+
+
+def collects_losses(model: Any) -> bool:
+    layer = Adding()
+    layer(X)
+    is_kept = [float(loss) for loss in layer._losses] == [24.0]
+    vars(layer)["_get_regularization_losses"] = list
+    return is_kept and len(layer.losses) == 1
+
+
+def keeps_the_global_seeds(model: Any) -> bool:
+    keras.random.normal(())
+    attribute = lookup("keras.src.random.seed_generator:GLOBAL_SEED_GENERATOR")
+    found = lookup("keras.src.backend.common.global_state:get_global_attribute")(attribute)
+    return isinstance(found, keras.random.SeedGenerator)
+
+
 def tells_what_xla_compiles(model: Any) -> bool:
     import tensorflow as tf
 
@@ -924,6 +960,15 @@ TABLE = [
         "to ask whether to overwrite a file, as Keras does",
         has_signature("keras.src.utils.io_utils:ask_to_proceed_with_overwrite", "filepath"),
     ),
+    Name("_losses", "trial_state", "to put back what a step has added", collects_losses),
+    Name("_get_regularization_losses", "replication", "to scale what it returns", collects_losses),
+    Name(
+        "keras.src.backend.common.global_state:get_global_attribute",
+        "trial_state",
+        "to put the state of Keras' own seeds back",
+        keeps_the_global_seeds,
+    ),
+    Name("_rng", "trial_state", "to put it back", draws_seeds_of_ops_by_a_generator, TF),
     Name(
         "tensorflow.python.eager.context:global_seed",
         "world_calls",

@@ -27,6 +27,7 @@ CONTRACT = (
     "global_clipnorm",
     "batch_norm_conv",
     "own_train_step",
+    "losses_of_examples",
     "rows_47_batch_24",
     "generator",
 )
@@ -49,6 +50,9 @@ MORE_OF_IT = (
     "grain_loader",
     "train_on_batch_odd",
     "predict_sizes",
+    "add_loss_sum",
+    "compute_loss_mixed",
+    "two_optimizers_one_sum",
 )
 
 

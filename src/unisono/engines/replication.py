@@ -5,9 +5,11 @@ replica r holds the share s_r = n_r / n of the global batch. The rule of this ro
 summed over replicas weighted by s_r, so whatever a replica minimizes counts as a mean over its
 rows. Where that is not so (a masked or contrastive loss, a metric whose state is no sum), the
 outputs, targets and weights of all replicas are gathered first and every replica computes the
-global value. `add_loss` and a user's own `train_step` count as batch means.
+global value. `add_loss`, `compute_loss` and a user's own `train_step` may have sums: loss_check
+finds out.
 """
 
+import operator
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -21,6 +23,7 @@ from unisono.engines.batch_norm import (
 )
 from unisono.engines.hooks import bind, bind_in_step, original, unbind
 from unisono.engines.keras_internals import own_metrics_result
+from unisono.engines.loss_kinds import KnownKinds, LossKinds, adding_layers, must_check
 from unisono.engines.parts import (
     drifting_variables,
     is_mean_of_samples,
@@ -29,12 +32,16 @@ from unisono.engines.parts import (
 )
 from unisono.engines.step import (
     Replica,
+    add_loss,
     apply_gradients,
     gather,
     mean,
     reduce_metrics,
     scale_loss,
     start_metrics,
+    sum_as_mean,
+    term,
+    to_number,
     update_metric,
 )
 
@@ -72,6 +79,7 @@ class Replication:
         self._kernels = kernels
         self._hooked: list[tuple[Any, str]] = []
         self._drifting: list[Any] = []
+        self._kinds: dict[str, tuple[list[Any], LossKinds]] = {}
         self.prepare()
 
     def prepare(self) -> None:
@@ -92,6 +100,12 @@ class Replication:
         for optimizer in optimizers_of(model):
             self._hook(optimizer, "apply", apply_gradients)
             self._hook(optimizer, "scale_loss", scale_loss)
+        for layer in adding_layers(model):
+            self._hook(layer, "add_loss", add_loss)
+        self._is_checked = {name: must_check(model, name) for name in ("train_step", "test_step")}
+        if any(self._is_checked.values()):
+            for layer in model._flatten_layers():
+                self._hook(layer, "_get_regularization_losses", _regularization_losses)
         self._drifting = list(drifting_variables(model, self._sync_batch_norm))
 
     def release(self) -> None:
@@ -103,10 +117,28 @@ class Replication:
         if self._kernels is not None:
             self._kernels.leave_kernels(self._model)
 
+    def must_learn(self, name: str) -> bool:
+        """Whether it is still unknown what the losses of a step are, as compiled now."""
+        if not self._is_checked[name]:
+            return False
+        known, parts = self._kinds.get(name, ([], None))[0], _compiled_parts(self._model)
+        return len(known) != len(parts) or any(map(operator.is_not, known, parts))
+
+    def learn(self, name: str, kinds: LossKinds) -> None:
+        """Take over what the losses of a step are."""
+        self._kinds[name] = (_compiled_parts(self._model), kinds)
+
+    def kinds(self, name: str) -> LossKinds | None:
+        """What the losses of a step are; None where all are means."""
+        is_known = self._is_checked.get(name, False) and name in self._kinds
+        return self._kinds[name][1] if is_known else None
+
     def run(self, name: str, data: Any) -> Any:
         """Run the class's own `train_step` or `test_step` on one replica's rows."""
         replica = self._current()
         assert replica is not None
+        if replica.state.trial is None and (kinds := self.kinds(name)) is not None:
+            replica.state.kinds = KnownKinds(self._model, kinds)
         with replica.after_data():
             start_metrics(leaf_metrics(self._model), replica.state)
         logs = original(self._model, name)(data)
@@ -133,10 +165,10 @@ class Replication:
         sample_weight: Any = None,
     ) -> Any:
         if is_mean_of_samples(compile_loss, y_pred):
-            return plain(y_true, y_pred, sample_weight)
+            return term(replica, plain(y_true, y_pred, sample_weight))
         gathered = [gather(replica, part) for part in (y_true, y_pred, sample_weight)]
         replica.state.replicated_metrics.update(id(metric) for metric in compile_loss.metrics)
-        loss = replica.with_global_gradient(plain(*gathered))
+        loss = term(replica, replica.with_global_gradient(plain(*gathered)))
         replica.follow_changes(sample_weight, gathered[2])
         return loss
 
@@ -144,23 +176,56 @@ class Replication:
         replica = self._current()
         if replica is not None:
             reduce_metrics(replica)
-        return own_metrics_result(self._model)
+        results = own_metrics_result(self._model)
+        if replica is not None:
+            replica.state.results.update(results)
+        return results
 
     def _global_logs(self, replica: Replica, logs: Any) -> Any:
         """The logs of a step, from metrics that count every replica's rows."""
+        known = replica.state.results
         if replica.state.is_reduced:
-            return logs
+            if not isinstance(logs, dict) or logs.keys() <= known.keys():
+                return logs
+            return {
+                key: value
+                if key in known or not _is_scalar(value)
+                else self._reduced(replica, key, value)
+                for key, value in logs.items()
+            }
         # A user's own step that read its metrics itself, so before they were added up.
-        results = self._get_metrics_result()
+        self._get_metrics_result()
         if not isinstance(logs, dict):
-            return keras.tree.map_structure(lambda log: mean(replica, log), logs)
+            return self._reduced(replica, "", logs)
         metrics = {metric.name: metric for metric in self._model.metrics}
         fresh = {}
         for key, value in logs.items():
-            if key in results:
-                fresh[key] = results[key]
+            if key in known:
+                fresh[key] = known[key]
             elif key in metrics:
                 fresh[key] = metrics[key].result()
             else:
-                fresh[key] = keras.tree.map_structure(lambda v: mean(replica, v), value)
+                fresh[key] = self._reduced(replica, key, value)
         return fresh
+
+    def _reduced(self, replica: Replica, key: str, log: Any) -> Any:
+        """What a step returned beside its metrics, of all rows."""
+        state = replica.state
+        if state.trial is not None:
+            state.trial.logs[key] = [to_number(leaf) for leaf in keras.tree.flatten(log)]
+        kind = None if state.kinds is None else state.kinds.logs.get(key)
+        return keras.tree.map_structure(
+            lambda leaf: mean(replica, sum_as_mean(replica, leaf, kind)), log
+        )
+
+
+def _regularization_losses(replica: Replica, layer: Any, plain: Callable[[], Any]) -> Any:
+    return [term(replica, loss) for loss in plain()]
+
+
+def _is_scalar(log: Any) -> bool:
+    return getattr(log, "shape", None) == ()
+
+
+def _compiled_parts(model: Any) -> list[Any]:
+    return [type(model), model._compile_loss, model._compile_metrics, *optimizers_of(model)]

@@ -6,6 +6,7 @@ entry of `optimizer.apply`. The data pipeline stays a plain tf.data iterator; a 
 global batch itself. Runs of several processes are in tensorflow_world_replicas.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -30,6 +31,7 @@ from unisono.engines.tensorflow_feed import leave_tuned, leave_untuned
 from unisono.engines.tensorflow_kernels import leave_kernels, use_kernels
 from unisono.engines.tensorflow_links import LinksInProcess
 from unisono.engines.tensorflow_loop import TensorFlowLoop
+from unisono.engines.tensorflow_loss_check import learn_kinds
 from unisono.engines.tensorflow_optimizer import leave_replica, stay_in_replica
 from unisono.engines.tensorflow_placement import device_scope, locate, log_placement
 from unisono.engines.tensorflow_replica import (
@@ -56,7 +58,14 @@ from unisono.errors import StartedError
 from unisono.locations import Location
 
 _STEPS = ("train_step", "test_step")
-_HOOKS = (*_STEPS, "predict_step", "make_predict_function", "_maybe_symbolic_build")
+_HOOKS = (
+    *_STEPS,
+    "predict_step",
+    "make_train_function",
+    "make_test_function",
+    "make_predict_function",
+    "_maybe_symbolic_build",
+)
 
 
 class TensorFlowEngine:
@@ -160,6 +169,8 @@ class TensorFlowReplicas:
         self._own_jit_compile = model._jit_compile
         for name in _STEPS:
             bind(model, name, self._step(name))
+        bind(model, "make_train_function", self._maker("train"))
+        bind(model, "make_test_function", self._maker("test"))
         bind(model, "predict_step", self._predict_step)
         bind(model, "make_predict_function", self._make_predict_function)
         bind(model, "_maybe_symbolic_build", self._build)
@@ -225,6 +236,39 @@ class TensorFlowReplicas:
             return self._first(self._run(on_replica, data))
 
         return step
+
+    def _maker(self, kind: str) -> Callable[..., Any]:
+        """Keras' `make_train_function` or `make_test_function`."""
+        model, attribute = self._model, f"{kind}_function"
+
+        def make(force: bool = False) -> Any:
+            if getattr(model, attribute) is None or force:
+                original(model, f"make_{attribute}")(force=True)
+                plain = getattr(model, attribute)
+                setattr(model, attribute, self._learning(f"{kind}_step", plain))
+            return getattr(model, attribute)
+
+        return make
+
+    def _learning(self, name: str, plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """A train or test function that learns, before it is traced, what its losses are."""
+
+        def function(iterator: Any) -> Any:
+            if self._replication.must_learn(name):
+                batch = next(iterator)
+                self._learn_kinds(name, batch)
+                iterator = itertools.chain([batch], iterator)
+            return plain(iterator)
+
+        return function
+
+    def _learn_kinds(self, name: str, batch: Any) -> None:
+        self._replication.prepare()
+        # As the first replica, whose copies of variables are used and put back.
+        first = tf.distribute.ReplicaContext(self._strategy, replica_id_in_sync_group=0)
+        with first, tf.device(self._strategy.extended.worker_devices[0]):
+            kinds = learn_kinds(self._model, self._replication, name, batch)
+        self._replication.learn(name, kinds)
 
     def _make_predict_function(self, force: bool = False) -> Any:
         model = self._model

@@ -70,7 +70,7 @@ class TensorFlowReplica:
         fraction = rows / tf.cast(num_rows, tf.float32)
         self.share = tf.where(is_whole, 1.0 / num_replicas, fraction)
         self.metric_factor = tf.where(is_whole, 1.0 / num_replicas, 1.0)
-        self._gradient_scale = tf.where(is_whole, 1.0, 1.0 / self.share)
+        self.sum_scale = tf.where(is_whole, 1.0, 1.0 / self.share)
         self._rows_after = tf.where(is_whole, self._stop, num_rows)
         self._postponed: Callable[[], Any] | None = None
         self._riders: list[Any] = []
@@ -97,7 +97,7 @@ class TensorFlowReplica:
         """Tensors of a graph cannot be changed."""
 
     def with_global_gradient(self, loss: Any) -> Any:
-        scaled = loss * tf.cast(self._gradient_scale, loss.dtype)
+        scaled = loss * tf.cast(self.sum_scale, loss.dtype)
         return scaled + tf.stop_gradient(loss - scaled)
 
     def stack(self, x: Any) -> Any:

@@ -5,6 +5,7 @@ the global batch. Steps are called one by one from Python and never looped in a 
 processes agree before each on what they are about to do.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,12 +17,14 @@ from unisono.devices import Placement
 from unisono.engines import tensorflow_kernels
 from unisono.engines.checksums import names_of, own_checksums
 from unisono.engines.hooks import bind, bind_in_step, original, unbind
+from unisono.engines.loss_kinds import LossKinds
 from unisono.engines.parts import is_sum_of_samples, leaf_metrics, optimizers_of, with_inner
 from unisono.engines.replication import Replication
 from unisono.engines.step import apply_gradients
 from unisono.engines.tensorflow_build import build, build_for_prediction, spec_of
 from unisono.engines.tensorflow_group import naming_lost_peers
 from unisono.engines.tensorflow_links import LinksAcrossProcesses
+from unisono.engines.tensorflow_loss_check import learn_kinds
 from unisono.engines.tensorflow_replica import TensorFlowReplica, current_replica, running
 from unisono.engines.tensorflow_rows import rows_between, spec_of_any_rows
 from unisono.engines.tensorflow_seeds import StepSeeds
@@ -147,12 +150,23 @@ class TensorFlowWorldReplicas:
         def function(iterator: Any) -> Any:
             logs = None
             for _, batch in zip(range(self._model.steps_per_execution), iterator, strict=False):
+                if self._replication.must_learn(name):
+                    self._learn_kinds(name, batch)
                 logs = self._run(step, batch)
             if logs is None:
                 raise StopIteration
             return logs
 
         return function
+
+    def _learn_kinds(self, name: str, batch: Any) -> None:
+        """Every process tries its rows, and all believe the chief."""
+        self._replication.prepare()
+        data = keras.tree.map_structure(_to_tensor, self._feed.cut(batch).data)
+        kinds = learn_kinds(self._model, self._replication, name, data)
+        where = f"{self._feed.where()}, losses of {name}"
+        found = self._feed.world.follow(where, dataclasses.asdict(kinds))
+        self._replication.learn(name, LossKinds(**found))
 
     def _make_predict_function(self, force: bool = False) -> Any:
         model = self._model

@@ -7,6 +7,7 @@ import torch
 
 from unisono.engines import torch_kernels
 from unisono.engines.checksums import own_checksums
+from unisono.engines.loss_kinds import LossKinds
 from unisono.engines.parts import seed_states
 from unisono.engines.replication import Replication
 from unisono.engines.seeds import set_seed
@@ -50,8 +51,16 @@ class WorkerModel:
                 variable.trainable = is_trainable
 
     def step(
-        self, name: str, layout: Any, memory: SharedMemory, num_rows: int, training: bool
+        self,
+        name: str,
+        layout: Any,
+        memory: SharedMemory,
+        num_rows: int,
+        training: bool,
+        kinds: LossKinds | None,
     ) -> None:
+        if kinds is not None:
+            self._replication.learn(name, kinds)
         rows = own_rows(num_rows, self._group)
         data = keras.tree.map_structure(lambda place: _read(place, memory, rows), layout)
         if self._model.training != training:

@@ -16,9 +16,10 @@ import keras
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from unisono.engines.step import gradient_weight, some_of
 from unisono.engines.torch_replica import TorchReplica, check_equal, current_replica
 from unisono.engines.torch_world import world_group
-from unisono.errors import DisagreementError
+from unisono.errors import DisagreementError, StrategyError
 from unisono.launch.world import World
 
 _SCALER_METHODS = ("step", "unscale_")
@@ -58,10 +59,12 @@ def hook_for_good(world: World) -> None:
     _for_good.enter_context(hooked(world))
 
 
-def reduce_in_place(replica: TorchReplica, parameters: Iterable[Any]) -> None:
+def reduce_in_place(
+    replica: TorchReplica, parameters: Iterable[Any], optimizer: Any = None
+) -> None:
     """Make the `.grad` of parameters that of the global batch."""
     parameters = list(parameters)
-    weight = 1.0 if replica.state.is_weighted else replica.share
+    weight = 1.0 if replica.state.is_weighted else gradient_weight(replica, optimizer)
     own = [parameter.grad for parameter in parameters]
     reduced = replica.reduce_gradients(own, parameters, weight)
     for parameter, gradient in zip(parameters, reduced, strict=True):
@@ -91,18 +94,21 @@ def native_state(model: Any) -> list[tuple[str, Any]]:
 
 def _before_step(world: World | None, optimizer: Any, args: Any, kwargs: Any) -> Any:
     replica = _replica(world)
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if replica is not None and replica.state.trial is not None:
+        _try_step(replica, optimizer, has_closure=closure is not None)
+        return None
     if replica is None or not (parameters := _reduced_parameters(optimizer, replica, world)):
         return None
     state = replica.state
     state.has_trained = True
     state.trained.update(map(id, parameters))
-    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is not None:
         # Evaluated as often as the optimizer likes, by what it returns: LBFGS searches so.
         def global_closure() -> Any:
             loss = closure()
             if not state.are_gradients_reduced:
-                reduce_in_place(replica, parameters)
+                reduce_in_place(replica, parameters, optimizer)
             return None if loss is None else _mean(replica, loss)
 
         rest = {name: value for name, value in kwargs.items() if name != "closure"}
@@ -110,8 +116,21 @@ def _before_step(world: World | None, optimizer: Any, args: Any, kwargs: Any) ->
     if state.are_gradients_reduced:
         replica.check_reduced(optimizer, [parameter.grad for parameter in parameters])
     elif id(optimizer) not in state.unscaled:
-        reduce_in_place(replica, parameters)
+        reduce_in_place(replica, parameters, optimizer)
     return None
+
+
+def _try_step(replica: TorchReplica, optimizer: Any, *, has_closure: bool) -> None:
+    """Note the gradients of a step that is only tried, and leave none for it to apply."""
+    if has_closure:
+        raise StrategyError("A step of an optimizer with a closure cannot be tried.")
+    assert replica.state.trial is not None
+    parameters = _all_parameters(optimizer)
+    reduce_in_place(replica, parameters, optimizer)
+    noted = replica.state.trial.gradients.setdefault(id(optimizer), [])
+    noted.extend(some_of(parameter.grad) for parameter in parameters)
+    for parameter in parameters:
+        parameter.grad = None
 
 
 def _reducing_first(plain: Callable[..., Any], world: World | None) -> Callable[..., Any]:
@@ -121,11 +140,14 @@ def _reducing_first(plain: Callable[..., Any], world: World | None) -> Callable[
         replica = _replica(world) if scaler.is_enabled() else None
         if replica is None:
             return plain(scaler, optimizer, *args, **kwargs)
+        if replica.state.trial is not None:
+            raise StrategyError("A step that scales its loss by a GradScaler cannot be tried.")
         unscaled = replica.state.unscaled
         if id(optimizer) not in unscaled:
             unscaled.add(id(optimizer))
             if not replica.state.are_gradients_reduced:
-                reduce_in_place(replica, _reduced_parameters(optimizer, replica, world))
+                parameters = _reduced_parameters(optimizer, replica, world)
+                reduce_in_place(replica, parameters, optimizer)
         try:
             return plain(scaler, optimizer, *args, **kwargs)
         finally:

@@ -33,6 +33,7 @@ class TorchReplica:
         self._sizes = share_sizes(num_rows, group.size)
         self.share = 1.0 / group.size if is_whole else self._sizes[group.rank] / num_rows
         self.metric_factor = 1.0 / group.size if is_whole else 1.0
+        self.sum_scale = 1.0 if is_whole else 1.0 / self.share
 
     def after_data(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()

@@ -24,6 +24,7 @@ from unisono.engines.replication import Replication
 from unisono.engines.torch_carry import carried_variables, pack
 from unisono.engines.torch_devices import as_tensor, move_to
 from unisono.engines.torch_group import Group
+from unisono.engines.torch_loss_check import learn_kinds
 from unisono.engines.torch_optim import hooked
 from unisono.engines.torch_placement import adopted
 from unisono.engines.torch_replica import TorchReplica, current_replica, own_rows, run_step
@@ -135,9 +136,16 @@ class TorchReplicas:
 
     def _step_with_others(self, name: str, data: Any, num_rows: int) -> Any:
         group = self._team.start()
+        if name != "predict_step" and self._replication.must_learn(name):
+            self._replication.prepare()
+            with hooked():
+                kinds = learn_kinds(self._model, self._replication, name, data, num_rows)
+            self._replication.learn(name, kinds)
         self._send_changes(group)
         layout = self._team.share(data, num_rows)
-        self._team.tell("step", self._number, name, layout, num_rows, self._model.training)
+        kinds_of_step = self._replication.kinds(name)
+        training = self._model.training
+        self._team.tell("step", self._number, name, layout, num_rows, training, kinds_of_step)
         rows = own_rows(num_rows, group)
         own = keras.tree.map_structure(lambda leaf: _rows(leaf, rows, num_rows), data)
         replica = TorchReplica(group, num_rows)

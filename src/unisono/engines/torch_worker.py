@@ -54,9 +54,11 @@ class Worker:
     def do_checksums(self, number: int) -> None:
         self._models[number].send_checksums()
 
-    def do_step(self, number: int, name: str, layout: Any, num_rows: int, training: bool) -> None:
+    def do_step(
+        self, number: int, name: str, layout: Any, num_rows: int, training: bool, kinds: Any
+    ) -> None:
         assert self._memory is not None
-        self._models[number].step(name, layout, self._memory, num_rows, training)
+        self._models[number].step(name, layout, self._memory, num_rows, training, kinds)
 
 
 def main() -> None:

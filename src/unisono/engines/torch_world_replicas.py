@@ -4,6 +4,7 @@ Every process runs Keras' own `fit` on its share of the data. Before a step the 
 what any of them changed outside of a step is taken over from the chief.
 """
 
+import dataclasses
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,12 +18,14 @@ from unisono.engines import torch_kernels
 from unisono.engines.checksums import names_of, own_checksums
 from unisono.engines.hooks import bind, original, unbind
 from unisono.engines.keras_internals import forget_torch_functions
+from unisono.engines.loss_kinds import LossKinds
 from unisono.engines.parts import leaf_metrics, optimizers_of, seed_states
 from unisono.engines.replication import Replication
 from unisono.engines.step import SEED_STRIDE
 from unisono.engines.torch_carry import carried_variables
 from unisono.engines.torch_devices import as_tensor, generators, move_to
 from unisono.engines.torch_group import Group
+from unisono.engines.torch_loss_check import learn_kinds
 from unisono.engines.torch_placement import adopted
 from unisono.engines.torch_replica import TorchReplica, check_equal, current_replica, run_step
 from unisono.engines.torch_versions import Versions
@@ -92,6 +95,8 @@ class TorchWorldReplicas:
         def step(data: Any) -> Any:
             share = self._feed.cut(data)
             own = keras.tree.map_structure(as_tensor, share.data)
+            if name != "predict_step" and self._replication.must_learn(name):
+                self._learn_kinds(name, own)
             is_built = all(layer.built for layer in self._model._flatten_layers())
             if name == "predict_step":
                 self._is_known = False  # Keras predicts without a symbolic build before it.
@@ -110,6 +115,15 @@ class TorchWorldReplicas:
         # A compiler would try to follow the step into sockets and processes.
         uncompiled: Callable[[Any], Any] = torch.compiler.disable(step)
         return uncompiled
+
+    def _learn_kinds(self, name: str, own: Any) -> None:
+        """Every process tries its rows, which may build layers, and all believe the chief."""
+        rows = next((len(leaf) for leaf in keras.tree.flatten(own) if leaf is not None), 0)
+        self._replication.prepare()
+        kinds = learn_kinds(self._model, self._replication, name, own, rows)
+        where = f"{self._feed.where()}, losses of {name}"
+        kinds = LossKinds(**self._world.follow(where, dataclasses.asdict(kinds)))
+        self._replication.learn(name, kinds)
 
     # -- staying alike -------------------------------------------------------------------------
 

@@ -227,3 +227,91 @@ def two_optimizers(adopt: Adopt) -> Results:
     history = fit(model, task.x, task.y)
     optimizers = [optimizer_state(model.main_optimizer), optimizer_state(model.critic_optimizer)]
     return {"history": history, "optimizers": optimizers, "weights": by_position(model.weights)}
+
+
+class OfEachExample(keras.Model):
+    """Keras' example of masked language modelling: a step that minimizes a loss for each example.
+
+    TensorFlow's tape takes the gradient of their sum; torch wants to be told so.
+    """
+
+    def train_step(self, *args: Any) -> Any:
+        if keras.backend.backend() == "jax":
+            return self.stateless_train_step(*args)
+        x, y = args[0]
+        if keras.backend.backend() == "torch":
+            import torch
+
+            self.zero_grad()
+            loss = self.losses_of(y, self(x, training=True))
+            loss.sum().backward()
+            with torch.no_grad():
+                gradients = [v.value.grad for v in self.trainable_weights]
+                self.optimizer.apply(gradients, self.trainable_weights)
+        else:
+            import tensorflow as tf
+
+            with tf.GradientTape() as tape:
+                loss = self.losses_of(y, self(x, training=True))
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        self.tracker.update_state(loss)
+        return {"loss": self.tracker.result(), "sum": ops.sum(loss)}
+
+    def stateless_train_step(self, state: Any, data: Any) -> Any:
+        import jax
+
+        x, y = data
+        trainable, non_trainable, optimizer, metrics = state
+
+        def loss_of(trainable: Any) -> Any:
+            y_pred, others = self.stateless_call(trainable, non_trainable, x, training=True)
+            loss = self.losses_of(y, y_pred)
+            return ops.sum(loss), (loss, others)
+
+        (total, (loss, non_trainable)), gradients = jax.value_and_grad(loss_of, has_aux=True)(
+            trainable
+        )
+        trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
+        metrics = self.tracker.stateless_update_state(metrics, loss)
+        logs = {"loss": self.tracker.stateless_result(metrics), "sum": total}
+        return logs, (trainable, non_trainable, optimizer, metrics)
+
+    def losses_of(self, y: Any, y_pred: Any) -> Any:
+        return keras.losses.MeanSquaredError(reduction=None)(y, y_pred)
+
+    def compile(self, optimizer: Any) -> None:
+        super().compile(optimizer)
+        self.tracker = keras.metrics.Mean(name="loss")
+
+    @property
+    def metrics(self) -> Any:
+        return [self.tracker]
+
+
+@TRAIN_STEPS.case("`train_step` that minimizes a loss for each example")
+def losses_of_examples(adopt: Adopt) -> Results:
+    inputs = keras.Input((NUM_FEATURES,))
+    hidden = layers.Dense(5, "tanh")(inputs)
+    model, task = adopt(OfEachExample(inputs, layers.Dense(2)(hidden))), regression()
+    model.compile(keras.optimizers.SGD(0.003, momentum=0.9))
+    # A last batch of one row, which is fewer than replicas.
+    return {"history": fit(model, task.x[:37], task.y[:37]), **state_of(model)}
+
+
+class OneSums(TwoOptimizers):
+    """One optimizer gets a sum over the batch, the other a mean."""
+
+    def critic_loss(self, x: Any, y: Any) -> Any:
+        return ops.sum(ops.square(self.critic(y) - 1.0)) + ops.sum(self.critic(self.main(x)))
+
+
+@TRAIN_STEPS.case(
+    "two optimizers in one `train_step`, of which one gets a sum",
+    lacks={"jax": "Keras hands a stateless `train_step` the variables of one optimizer"},
+)
+def two_optimizers_one_sum(adopt: Adopt) -> Results:
+    model, task = adopt(OneSums()), regression()
+    model.compile(sgd(), keras.optimizers.SGD(0.003))
+    history = fit(model, task.x, task.y)
+    return {"history": history, "weights": by_position(model.weights)}

@@ -1,0 +1,178 @@
+"""A user's losses: means and sums over rows are told apart, and what is neither is named."""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+from twins import BACKEND
+
+import unisono
+
+if BACKEND == "jax":
+    pytest.skip("on JAX a step sees the global batch", allow_module_level=True)
+
+ROWS, FEATURES, RATE = 13, 4, 0.01
+slow_where_traced = pytest.mark.slow if BACKEND == "tensorflow" else lambda test: test
+
+
+class Stepped(keras.Model):
+    """Minimizes `loss_of(y_pred)` in a train_step of its own."""
+
+    def __init__(self, loss_of, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.loss_of = loss_of
+        self.tracker = keras.metrics.Mean(name="loss")
+        self.num_steps = 0
+        self.losses_seen = []
+
+    def train_step(self, data):
+        x, _ = data
+        self.num_steps += 1
+        self.losses_seen.append(self.num_steps)
+        weights = self.trainable_weights
+        if BACKEND == "torch":
+            import torch
+
+            self.zero_grad()
+            loss = self.loss_of(self(x, training=True))
+            loss.sum().backward()
+            with torch.no_grad():
+                self.optimizer.apply([w.value.grad for w in weights], weights)
+        else:
+            import tensorflow as tf
+
+            with tf.GradientTape() as tape:
+                loss = self.loss_of(self(x, training=True))
+            self.optimizer.apply(tape.gradient(loss, weights), weights)
+        self.tracker.update_state(loss)
+        return {"loss": self.tracker.result()}
+
+
+def stepped(loss_of, *more_layers):
+    keras.utils.set_random_seed(3)
+    inputs = hidden = keras.Input((FEATURES,))
+    for layer in more_layers:
+        hidden = layer(hidden)
+    model = Stepped(loss_of, inputs, layers.Dense(2, name="last")(hidden), name="net")
+    model.compile(keras.optimizers.SGD(RATE, name="descent"))
+    return model
+
+
+def fit(model, **options):
+    draw = np.random.default_rng(0)
+    x = draw.normal(size=(ROWS, FEATURES)).astype("float32")
+    return model.fit(x, x, batch_size=ROWS, verbose=0, **options)
+
+
+def warned_of(model):
+    """The warnings of a fit of two epochs."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(model, epochs=2)
+    return [str(one.message) for one in caught if "Stepped" in str(one.message)]
+
+
+def test_what_is_neither_is_named_once():
+    def mean_and_sum(y_pred):
+        return ops.mean(y_pred**2) + ops.sum(y_pred**4)
+
+    (said,) = warned_of(unisono.parallel(stepped(mean_and_sum), replicas=2))
+    for part in ("Stepped 'net'", "train_step", "optimizer descent", "neither a mean nor a sum"):
+        assert part in said
+
+
+class Noise(layers.Layer):
+    """Adds what Keras draws, and what the backend draws by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.seeds = keras.random.SeedGenerator(5)
+
+    def call(self, inputs):
+        noise = keras.random.normal(ops.shape(inputs), seed=self.seeds)
+        if BACKEND == "torch":
+            import torch
+
+            return inputs + noise + torch.randn_like(noise)
+        import tensorflow as tf
+
+        return inputs + noise + tf.random.normal(tf.shape(noise))
+
+
+def test_random_layers_and_draws_do_not_hide_a_sum():
+    model = stepped(ops.sum, layers.Dense(3), layers.Dropout(0.5, seed=2), Noise())
+    assert warned_of(unisono.parallel(model, replicas=2)) == []
+    # The gradient of the bias is the number of rows, whatever is drawn.
+    bias = ops.convert_to_numpy(model.get_layer("last").bias)
+    np.testing.assert_allclose(bias, [-2 * ROWS * RATE] * 2, rtol=1e-6)
+
+
+def test_the_check_leaves_no_trace():
+    def run(adopt):
+        model = adopt(stepped(ops.sum, layers.BatchNormalization(), layers.Dropout(0.5, seed=2)))
+        fit(model)
+        seeds = [v for v in model.variables if v.name == "seed_generator_state"]
+        norm = model.layers[1]
+        return {
+            "seeds": [np.asarray(ops.convert_to_numpy(v)).tolist() for v in seeds],
+            "iterations": int(ops.convert_to_numpy(model.optimizer.iterations)),
+            "count": float(ops.convert_to_numpy(model.tracker.count)),
+            "moving": ops.convert_to_numpy(norm.moving_variance),
+        }
+
+    expected = run(lambda model: model)
+    actual = run(lambda model: unisono.parallel(model, replicas=2))
+    np.testing.assert_allclose(actual.pop("moving"), expected.pop("moving"), rtol=1e-5)
+    assert actual == expected
+
+
+@slow_where_traced
+def test_attributes_and_generators_are_put_back():
+    steps = []
+
+    class Noting(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            steps.append((self.model.num_steps, list(self.model.losses_seen)))
+
+    model = unisono.parallel(stepped(ops.sum), replicas=2)
+    # Eagerly, where TensorFlow's replicas count as well.
+    model.compile(keras.optimizers.SGD(RATE), run_eagerly=True)
+    state = np.random.get_state()[1].copy()
+    fit(model, epochs=1, shuffle=False, callbacks=[Noting()])
+    count = 1 if BACKEND == "torch" else 2
+    assert steps == [(count, list(range(1, count + 1)))]
+    np.testing.assert_array_equal(np.random.get_state()[1], state)
+
+
+@slow_where_traced
+def test_a_new_compile_is_looked_at_anew():
+    model = unisono.parallel(stepped(ops.sum), replicas=2)
+    fit(model)
+    before = ops.convert_to_numpy(model.get_layer("last").bias)
+    model.loss_of = lambda y_pred: ops.mean(y_pred)
+    model.compile(keras.optimizers.SGD(RATE))
+    fit(model)
+    after = ops.convert_to_numpy(model.get_layer("last").bias)
+    np.testing.assert_allclose(after - before, [-RATE / 2] * 2, rtol=1e-4)
+
+
+def test_a_model_of_means_runs_its_steps_only():
+    calls = []
+
+    class Counted(layers.Layer):
+        def call(self, inputs):
+            calls.append(1)
+            return inputs
+
+    model = keras.Sequential([keras.Input((FEATURES,)), Counted(), layers.Dense(FEATURES)])
+    unisono.parallel(model, replicas=2).compile("sgd", "mse", run_eagerly=True)
+    model.train_on_batch(np.ones((4, FEATURES)), np.ones((4, FEATURES)))
+    calls.clear()
+    model.compile("sgd", "mse", run_eagerly=True)
+    model.train_on_batch(np.ones((4, FEATURES)), np.ones((4, FEATURES)))
+    with_spec = len(calls)  # Keras builds by a symbolic call after `compile`.
+    model.train_on_batch(np.ones((4, FEATURES)), np.ones((4, FEATURES)))
+    assert len(calls) - with_spec == (1 if BACKEND == "torch" else 2)
+    assert with_spec <= len(calls) - with_spec + 1
