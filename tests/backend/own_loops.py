@@ -414,6 +414,7 @@ class NativeNet(keras.Model):
         self.out = keras.layers.Dense(NUM_CLASSES)
         self.out.build((None, 6))
         self.native: Any = None
+        self.reduction = "mean"
 
     def call(self, x: Any) -> Any:
         return self.out(x)
@@ -422,18 +423,21 @@ class NativeNet(keras.Model):
         x, y = data
         self.zero_grad()
         loss = self.compute_loss(x, y, self(x))
+        if self.reduction == "sum":
+            loss = loss * len(x)
         loss.backward()
         self.native.step()
         return {"loss": loss}
 
 
-def native_fit(adopt: Any) -> list[Any]:
+def native_fit(adopt: Any, reduction: str = "mean") -> list[Any]:
     import torch
 
     keras.utils.set_random_seed(3)
     model = NativeNet()
     model(np.zeros((1, 6), "float32"))
     model.native = torch.optim.Adam(model.parameters(), 0.01, eps=1e-3)
+    model.reduction = reduction
     model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     model = adopt(model)
     x, y = (np.concatenate(part) for part in zip(*batches(35), strict=True))

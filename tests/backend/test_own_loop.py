@@ -80,9 +80,10 @@ def test_the_guides_loop_for_torch_agrees_as_it_stands(natively):
 
 
 @only_torch
-def test_an_optimizer_of_torch_in_a_models_own_step():
-    found = own_loops.native_fit(lambda model: unisono.parallel(model, replicas=2))
-    assert apart(own_loops.native_fit(lambda model: model), found) <= TOLERANCE
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_an_optimizer_of_torch_in_a_models_own_step(reduction):
+    found = own_loops.native_fit(lambda model: unisono.parallel(model, replicas=2), reduction)
+    assert apart(own_loops.native_fit(lambda model: model, reduction), found) <= TOLERANCE
 
 
 @on_one_process
