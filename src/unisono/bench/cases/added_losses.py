@@ -85,6 +85,7 @@ def add_loss_mixed(adopt: Adopt) -> Results:
         layers.Dense(5, "tanh", kernel_regularizer=regularizers.L2(0.05)),
         Penalty(ops.sum),
         Penalty(ops.mean),
+        layers.BatchNormalization(epsilon=0.1),
         layers.Dense(2, activity_regularizer=regularizers.L2(0.1)),
         shape=(NUM_FEATURES,),
     )
