@@ -186,7 +186,7 @@ def left_out(direction: str, data: bytes, num_before: int) -> bytes:
 CHANGES: list[Change] = [other_seed, first_bit, repeated, left_out]
 
 
-def through_relay(folder: Path, change: Change) -> list:
+def through_relay(folder: Path, change: Change, **env: str) -> list:
     """Two processes of mpirun, the second of which reaches the first through a relay."""
     with socket.create_server((LOOPBACK, 0)) as trial:
         place = trial.getsockname()[1]
@@ -197,7 +197,8 @@ def through_relay(folder: Path, change: Change) -> list:
                 folder,
                 ONE_NODE["openmpi"](rank)
                 | SECRET
-                | {"UNISONO_COORDINATOR": f"{host}:{place}", "UNISONO_TIMEOUT": "20"},
+                | {"UNISONO_COORDINATOR": f"{host}:{place}", "UNISONO_TIMEOUT": "20"}
+                | env,
                 SEEDS,
             )
             for rank, host in enumerate((LOOPBACK, OTHER_LOOPBACK))
@@ -226,6 +227,17 @@ def test_a_relay_that_changes_something_is_found_out(tmp_path, change):
     ends = through_relay(tmp_path, change)
     assert [code for code, _, _ in ends] == [1, 1], ends
     assert "its authentication code is wrong" in ends[1][2]
+    assert "PeerLostError: Rank 1 " in ends[0][2]
+
+
+def nothing_after_proofs(direction: str, data: bytes, num_before: int) -> bytes:
+    return data if direction == "up" or num_before < 2 else b""
+
+
+def test_a_relay_that_passes_on_nothing_more_does_not_hold_a_process_for_ever(tmp_path):
+    ends = through_relay(tmp_path, nothing_after_proofs, UNISONO_START_TIMEOUT="2")
+    assert [code for code, _, _ in ends] == [1, 1], ends
+    assert "LaunchError: The run's meeting point let rank 1 in, and then said nothing" in ends[1][2]
     assert "PeerLostError: Rank 1 " in ends[0][2]
 
 

@@ -103,6 +103,28 @@ def test_torchrun_itself(tmp_path):
     assert len(done.stdout.splitlines()) == 2
 
 
+LONG = """
+import unisono
+from unisono.errors import DisagreementError
+from unisono.launch import wire
+from unisono.launch.world import current_world
+world = current_world()
+if world.rank == 0:
+    wire._MOST_BYTES = 1000  # In place of some hundred million.
+try:
+    world.exchange("much", "x" * 600)
+except DisagreementError as error:
+    assert "the most are 1000" in str(error)
+    print(world.exchange("little", world.rank))
+"""
+
+
+def test_an_answer_that_is_too_long_to_be_sent_is_an_error_of_all(tmp_path):
+    assert (
+        told([start(tmp_path, ONE_NODE["openmpi"](rank), LONG) for rank in (0, 1)]) == [[0, 1]] * 2
+    )
+
+
 def test_two_runs_on_one_node_do_not_mix(tmp_path):
     ports = ("1", "2")
     processes = {

@@ -30,6 +30,40 @@ print(json.dumps({"argv": sys.argv, "path": sys.path[0], "file": __file__, "name
     "cores": sorted(os.sched_getaffinity(0)), "env": dict(os.environ),
     "is_main": sys.modules["__main__"].Own is Own}))
 """
+# Rank 0 gets a Ctrl-C while it waits for rank 1 at a point, and goes on to the next one: the first
+# time after rank 1 came to that point, the second time before.
+INTERRUPTED = """
+import os, signal, sys, threading, time
+from pathlib import Path
+import unisono
+from unisono.launch.world import current_world
+world, folder = current_world(), Path(sys.argv[1])
+def interrupt():
+    main = threading.main_thread().ident
+    while sys._current_frames()[main].f_code.co_name != "_fill":
+        time.sleep(0.02)
+    os.kill(os.getpid(), signal.SIGINT)
+def wait_for(name):
+    while not (folder / name).exists():
+        time.sleep(0.02)
+for turn in range(2):
+    if world.rank == 0:
+        threading.Thread(target=interrupt).start()
+        try:
+            world.exchange(f"left {turn}", [turn, "left"])
+        except KeyboardInterrupt:
+            (folder / f"interrupted {turn}").touch()
+        if turn == 0:
+            wait_for("past 0")
+    else:
+        wait_for(f"interrupted {turn}")
+        time.sleep(0.2 * turn)
+        assert world.exchange(f"left {turn}", [turn, "came"]) == [[turn, "left"], [turn, "came"]]
+        (folder / f"past {turn}").touch()
+    assert world.exchange(f"next {turn}", world.rank) == [0, 1]
+    assert world.add("sum", 1) > 0
+print("well")
+"""
 
 
 def misbehaving(run, folder: Path, how: str, *options: object, **env: str):
@@ -55,6 +89,13 @@ def test_processes_meet_and_end_well(run, folder):
     assert (code, out) == (0, "rank 0 of 3 is here\n[0, 1, 2]\n")
     assert err == "a word to stderr of rank 0\n"
     assert ended_within(pids_in(folder), 0.5)
+
+
+def test_a_question_that_an_interrupt_ended_leaves_no_answer_behind(run, folder):
+    script = folder / "script.py"
+    script.write_text(INTERRUPTED)
+    code, out, err = run("--replicas", 2, "--timeout", 10, script, folder).wait()
+    assert (code, out, err) == (0, "well\n", "")
 
 
 def test_a_script_runs_as_python_runs_it(run, tmp_path, monkeypatch):

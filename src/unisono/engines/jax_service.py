@@ -7,7 +7,7 @@ process of the run says the token that the service was given, and hears that it 
 
 Run as `python -m unisono.engines.jax_service HOST SIZE [SOURCE ...]`, with the token as the first
 line of its standard input, which is then the line of the process that started it: prints the ports
-of the service and of the lines. Only loopback and the sources reach the service, which
+of the service and of the lines. Only loopback and the sources reach them; the service itself
 authenticates nobody.
 """
 
@@ -21,13 +21,14 @@ import sys
 import time
 from typing import Any
 
-from unisono.launch.source_filter import OnlyFrom
+from unisono.launch.source_filter import OnlyFrom, answer_only
 
 # JAX's own heartbeats end processes that are late. Who is late or gone is for the launcher to say.
 NO_HEARTBEATS_S = 7 * 24 * 3600
 _ASK_EVERY_S, _NUM_UNANSWERED = 10, 3
 _STRANGER_S = 5.0
 _NUM_STRANGERS = 64
+_BACKLOG = 1024
 _ACCEPT_AGAIN_S = 0.1
 _UNDERSTOOD = b"+"
 
@@ -38,7 +39,10 @@ def main() -> None:
     _allow_many_lines()
     service, port = _start(host, int(size), sources)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, 0), family=family, backlog=1024) as listener:
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.bind((host, 0))
+        answer_only(listener, sources)
+        listener.listen(_BACKLOG)
         print(port, listener.getsockname()[1], flush=True)
         _Lines(listener, token).wait_for_all()
     service.shutdown()
@@ -92,7 +96,7 @@ def _start(host: str, size: int, sources: list[str]) -> tuple[Any, int]:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         holder.bind((host, 0))
         port = int(holder.getsockname()[1])
-        with OnlyFrom(sources, port=port):
+        with OnlyFrom(sources, host=host, port=port):
             service = _jax.get_distributed_runtime_service(
                 address(host, port), size, heartbeat_timeout=NO_HEARTBEATS_S, shutdown_timeout=1
             )
@@ -146,10 +150,11 @@ class _Lines:
         except OSError:
             data = b""
         said = before + data
-        if not data or not hmac.compare_digest(said, self._token[: len(said)]):
-            self._drop(line)
-        elif len(said) < len(self._token):
+        if data and len(said) < len(self._token):
+            # Not compared yet: who heard of a wrong part could guess the token digit by digit.
             self._strangers[line] = (since, said)
+        elif not hmac.compare_digest(said, self._token):
+            self._drop(line)
         else:
             del self._strangers[line]
             self._num_held += 1

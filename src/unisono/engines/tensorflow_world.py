@@ -33,6 +33,7 @@ _CONFIGURATION = "TF_CONFIG"
 _PORTS = range(20_000, 32_000)
 _FIRST_GROUP_KEY = 1_000_000
 _NUM_TRIES = 100
+_REUSE_PORT = "TF_GRPC_REUSE_PORT"
 
 _strategy: tf.distribute.Strategy | None = None
 
@@ -62,6 +63,8 @@ def join(world: World) -> None:
     _, port = split_address(cluster[job][task])
     try:
         with OnlyFrom(sources, port=port) as guard, _starting_without_gil():
+            if guard.is_diverted:
+                os.environ[_REUSE_PORT] = "1"
             _strategy = tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver)
     except (tf.errors.OpError, RuntimeError) as error:
         raise LaunchError(

@@ -228,6 +228,13 @@ class Meeting:
             self._waiting_for.remove(waiting)
             waiting[0].send({"value": value})
 
+    def _do_withdraw(self, rank: int, message: Message) -> None:
+        """Its program interrupted it: what it asked for before this is not to be answered later."""
+        self._points.withdraw(rank)
+        own = self._by_rank[rank]
+        self._waiting_for = [each for each in self._waiting_for if each[0] is not own]
+        self._answer(rank, {"withdrawn": True})
+
     def _do_alive(self, rank: int, message: Message) -> None:
         self._members[rank].doing = str(message["doing"])
 

@@ -168,14 +168,16 @@ class Host:
             return dict(self._peers)
 
     def _give_up(self, when: str) -> LaunchError:
-        here = {0, *self._peers}
+        with self._lock:
+            peers = dict(self._peers)
+        here = {0, *peers}
         missing = [str(node) for node in range(self._own.num_nodes) if node not in here]
         reason = (
             f"Of {self._own.num_nodes} nodes, {', '.join(missing)} did not come to the coordinator "
             f"{when}. Start the same command on every node, with --node-rank from 0 to "
             f"{self._own.num_nodes - 1} and this coordinator, and let no firewall stand between."
         )
-        for peer in self._peers.values():
+        for peer in peers.values():
             peer.send({"do": "refuse", "reason": reason})
         return LaunchError(reason)
 

@@ -107,6 +107,12 @@ class Points:
         self._listening[rank] = topic
         return self._answers_of_listeners()
 
+    def withdraw(self, rank: int) -> None:
+        """A process no longer waits for an answer; it still has come to where it came."""
+        for point in self._open.values():
+            point.waiting.discard(rank)
+        self._listening.pop(rank, None)
+
     def waited_at(self, before: float) -> list[Point]:
         """Points at which a process has waited since before a time."""
         return [p for p in self._open.values() if p.is_waited_at() and p.since < before]

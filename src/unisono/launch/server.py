@@ -117,6 +117,8 @@ class Server:
                 self._forget(connection)
                 connection.socket.close()
             self._listener.close()
+            if not self._thread.is_alive():
+                self._selector.close()
 
     def admit(self, connection: Connection) -> None:
         self._newcomers.pop(connection, None)

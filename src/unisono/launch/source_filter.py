@@ -2,8 +2,9 @@
 
 TensorFlow's gRPC server listens on every address of a machine, and neither it nor gloo nor JAX's
 coordination service authenticates its callers. A classic BPF filter on their sockets, set from
-within the process and without privileges, drops what comes from elsewhere before there is a
-connection; accepted connections inherit it. It sees addresses, not users.
+within the process, drops what comes from elsewhere before there is a connection; accepted
+connections inherit it. Where a kernel asks for privileges, a port is shared with a socket to which
+strangers are led. Both see addresses, not users.
 """
 
 import contextlib
@@ -21,17 +22,23 @@ from unisono.launch.network import address_towards, resolve
 from unisono.launch.world import World
 
 _LOOPBACK = ("127.0.0.0/8", "::1/128")
-_SO_ATTACH_FILTER = 26
+_SO_ATTACH_FILTER, _SO_ATTACH_REUSEPORT_FILTER = 26, 51
 _POLL_S = 0.0002
+_FILL_S = 2.0
 
 # Instructions of classic BPF, and where a packet's network header begins.
 _LOAD_WORD, _LOAD_BYTE, _AND, _JUMP_IF_EQUAL, _JUMP, _RETURN = 0x20, 0x30, 0x54, 0x15, 0x05, 0x06
 _HEADER = 0x1_0000_0000 - 0x10_0000
 _VERSION, _SOURCE_4, _SOURCE_6 = _HEADER, _HEADER + 12, _HEADER + 8
 _ALL, _NOTHING = 0xFFFF_FFFF, 0
+_MOST_COMPARED = 200
+"""Words of one block: a conditional jump leads over 255 instructions at most."""
 
 _Instruction = tuple[int, int, int, int]
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+_sinks: list[socket.socket] = []
+"""Kept open as long as the process lives."""
 
 
 def source_addresses(
@@ -67,14 +74,20 @@ class OnlyFrom:
     ) -> None:
         self.num_guarded = 0
         """How many listening sockets have the filter."""
-        self._program = _program([ipaddress.ip_network(a) for a in (*_LOOPBACK, *addresses)])
+        self._program = _program(addresses)
         self._host = host
         self._port = port
         self._known: set[int] = set()
+        self._filtered: set[int] = set()
         self._is_over = False
+        self.is_diverted = False
+        """Whether the framework has to share its port (SO_REUSEPORT) with a socket of ours."""
         self._error: OSError | None = None
 
     def __enter__(self) -> "OnlyFrom":
+        # Not where a host is named: JAX's service was not reached behind a shared port.
+        if self._port is not None and self._host is None and not _may_filter():
+            self._divert("::", self._port)
         for sock, inode in _tcp_sockets():
             with sock:
                 if self._is_meant(sock) and _is_listening(sock):
@@ -110,12 +123,15 @@ class OnlyFrom:
             for sock, inode in _tcp_sockets():
                 with sock:
                     if inode not in self._known and self._is_meant(sock):
-                        self._attach(sock)
+                        # Once: another time it would need twice the memory, which is limited.
+                        if inode not in self._filtered and not self.is_diverted:
+                            _attach(sock, self._program)
+                            self._filtered.add(inode)
                         if _is_listening(sock):
                             self._known.add(inode)
                             self.num_guarded += 1
         except OSError as error:
-            self._error = error
+            self._error = self._error or error
 
     def _is_meant(self, sock: socket.socket) -> bool:
         try:
@@ -127,22 +143,73 @@ class OnlyFrom:
             return bool(port == self._port)
         return _is_listening(sock) and host.removeprefix("::ffff:") == self._host
 
-    def _attach(self, sock: socket.socket) -> None:
-        code = b"".join(struct.pack("=HBBI", *each) for each in self._program)
-        buffer = ctypes.create_string_buffer(code, len(code))
-        program = struct.pack("HL", len(self._program), ctypes.addressof(buffer))
-        sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+    def _divert(self, host: str, port: int) -> None:
+        """Lead strangers to a socket of ours that shares the port, and answers nobody.
+
+        For kernels that let the privileged alone filter TCP. The first socket that listens is
+        number 0 of those that share a port, the framework's will be number 1.
+        """
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        sink, filler = socket.socket(family), socket.socket(family)
+        try:
+            sink.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            if family == socket.AF_INET6:
+                sink.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            sink.bind((host, port))
+            sink.listen(0)
+            # Until the framework listens all come to the sink, whose queue has room for one.
+            filler.settimeout(_FILL_S)
+            filler.connect(("::1" if host == "::" else host, port))
+            chosen = [
+                (*each[:3], min(each[3], 1)) if each[0] == _RETURN else each
+                for each in self._program
+            ]
+            _attach(sink, chosen, _SO_ATTACH_REUSEPORT_FILTER)
+            self.is_diverted = True
+            _sinks.extend([sink, filler])
+        except OSError as error:
+            sink.close()
+            filler.close()
+            self._error = error
 
 
-def _program(networks: Iterable[_Network]) -> list[_Instruction]:
-    """Keeps packets from these networks, and drops all others."""
+def _may_filter() -> bool:
+    with socket.socket() as trial:
+        try:
+            _attach(trial, [(_RETURN, 0, 0, _ALL)])
+        except PermissionError:
+            return False
+        except OSError:
+            pass
+    return True
+
+
+def answer_only(sock: socket.socket, addresses: Iterable[str]) -> None:
+    """Let a socket of ours that is about to listen answer loopback and `addresses` alone.
+
+    For one that authenticates its callers: where no filter can be set, that has to do.
+    """
+    with contextlib.suppress(OSError):
+        _attach(sock, _program(addresses))
+
+
+def _attach(
+    sock: socket.socket, instructions: Sequence[_Instruction], option: int = _SO_ATTACH_FILTER
+) -> None:
+    code = b"".join(struct.pack("=HBBI", *each) for each in instructions)
+    buffer = ctypes.create_string_buffer(code, len(code))
+    program = struct.pack("HL", len(instructions), ctypes.addressof(buffer))
+    sock.setsockopt(socket.SOL_SOCKET, option, program)
+
+
+def _program(addresses: Iterable[str]) -> list[_Instruction]:
+    """Keeps packets from loopback and these addresses, and drops all others."""
+    networks = [ipaddress.ip_network(each) for each in (*_LOOPBACK, *addresses)]
     of_4 = [n for n in networks if isinstance(n, ipaddress.IPv4Network)]
     of_6 = [n for n in networks if isinstance(n, ipaddress.IPv6Network)]
     # Neighbouring addresses become one network: a filter's length is limited.
-    blocks_4 = [_block(n, _SOURCE_4) for n in ipaddress.collapse_addresses(of_4)]
-    blocks_6 = [_block(n, _SOURCE_6) for n in ipaddress.collapse_addresses(of_6)]
-    code_4 = [*(line for block in blocks_4 for line in block), (_RETURN, 0, 0, _NOTHING)]
-    code_6 = [*(line for block in blocks_6 for line in block), (_RETURN, 0, 0, _NOTHING)]
+    code_4 = [*_tests(ipaddress.collapse_addresses(of_4), _SOURCE_4), (_RETURN, 0, 0, _NOTHING)]
+    code_6 = [*_tests(ipaddress.collapse_addresses(of_6), _SOURCE_6), (_RETURN, 0, 0, _NOTHING)]
     # What comes over IPv4 to a socket of both has a header of IPv4.
     return [
         (_LOAD_BYTE, 0, 0, _VERSION),
@@ -154,22 +221,39 @@ def _program(networks: Iterable[_Network]) -> list[_Instruction]:
     ]
 
 
-def _block(network: _Network, offset: int) -> list[_Instruction]:
-    """Keep the packet if its source is in a network, else go on behind this block."""
-    tests: list[list[_Instruction]] = []
-    size = network.max_prefixlen // 32
-    words = struct.unpack(f"!{size}I", network.network_address.packed)
-    masks = struct.unpack(f"!{size}I", network.netmask.packed)
-    for i, (word, mask) in enumerate(zip(words, masks, strict=True)):
-        if mask:
-            cut = [] if mask == _ALL else [(_AND, 0, 0, mask)]
-            tests.append([(_LOAD_WORD, 0, 0, offset + 4 * i), *cut, (_JUMP_IF_EQUAL, 0, 0, word)])
-    lines = [line for test in tests for line in test]
-    lines.append((_RETURN, 0, 0, _ALL))
-    return [
-        (code, 0, len(lines) - i - 1, k) if code == _JUMP_IF_EQUAL else (code, yes, no, k)
-        for i, (code, yes, no, k) in enumerate(lines)
-    ]
+def _tests(networks: Iterable[_Network], offset: int) -> Iterator[_Instruction]:
+    """Keep the packet if its source is in one of the networks, else go on behind.
+
+    What differs in its last word alone is compared with a word that is loaded once: many kernels
+    have 20 KB for a socket's filter, and loads take most of it.
+    """
+    alike: dict[tuple[tuple[int, ...], int], list[int]] = {}
+    for network in networks:
+        size = network.max_prefixlen // 32
+        last = max(0, network.prefixlen - 1) // 32
+        words = struct.unpack(f"!{size}I", network.network_address.packed)
+        masks = struct.unpack(f"!{size}I", network.netmask.packed)
+        alike.setdefault((words[:last], masks[last]), []).append(words[last])
+    for (first, mask), found in alike.items():
+        for i in range(0, len(found), _MOST_COMPARED):
+            yield from _block(first, mask, found[i : i + _MOST_COMPARED], offset)
+
+
+def _block(
+    first: Sequence[int], mask: int, words: Sequence[int], offset: int
+) -> Iterator[_Instruction]:
+    """Keep a packet whose source begins with the `first` words and goes on with one of `words`."""
+    cut = [] if mask == _ALL else [(_AND, 0, 0, mask)]
+    num_left = 2 * len(first) + 1 + len(cut) + len(words) + 1
+    for i, word in enumerate(first):
+        num_left -= 2
+        yield _LOAD_WORD, 0, 0, offset + 4 * i
+        yield _JUMP_IF_EQUAL, 0, num_left, word
+    yield _LOAD_WORD, 0, 0, offset + 4 * len(first)
+    yield from cut
+    for num_left, word in zip(reversed(range(len(words))), words, strict=True):
+        yield _JUMP_IF_EQUAL, num_left, 0 if num_left else 1, word
+    yield _RETURN, 0, 0, _ALL
 
 
 def _tcp_sockets() -> Iterator[tuple[socket.socket, int]]:

@@ -71,8 +71,6 @@ class Session:
 
     def seal(self, data: bytes) -> bytes:
         """The records of an encoded message, to be sent in this order."""
-        if len(data) > _MOST_BYTES:
-            raise ValueError(f"a message of {len(data)} bytes; the most are {_MOST_BYTES}")
         head = (_LENGTH.pack(len(data)) + data[: _HEAD_BYTES - _LENGTH.size]).ljust(_HEAD_BYTES)
         rest = data[_HEAD_BYTES - _LENGTH.size :]
         return self._sign(head) + (self._sign(rest) if rest else b"")
@@ -125,7 +123,11 @@ def _code(keyed: hmac.HMAC, number: int, content: bytes) -> bytes:
 
 
 def encode(message: Message) -> bytes:
-    return json.dumps(message, separators=(",", ":")).encode()
+    """A message as bytes, to be sealed; ValueError where it is too long."""
+    data = json.dumps(message, separators=(",", ":")).encode()
+    if len(data) > _MOST_BYTES:
+        raise ValueError(f"a message of {len(data)} bytes; the most are {_MOST_BYTES}")
+    return data
 
 
 class Frames:
@@ -139,11 +141,12 @@ class Frames:
         return self.socket.fileno()
 
     def send(self, message: Message) -> None:
-        data = self._session.seal(encode(message))
+        data = encode(message)
         try:
-            self.socket.sendall(data)
+            self.socket.sendall(self._session.seal(data))
         except BaseException:
-            # Half a message may have gone out, after which nothing else would be understood.
+            # Half a message may have gone out, or one was counted and did not: after that nothing
+            # else would be understood.
             with contextlib.suppress(OSError):
                 self.socket.shutdown(socket.SHUT_WR)
             raise

@@ -47,11 +47,23 @@ class World:
         self._asking = threading.Lock()
         self._sending = threading.Lock()
         self._is_left = False
+        self._is_unanswered = False
+        """Whether an interrupt has ended the wait for an answer, which may still come."""
         self._frames = connect(topology.coordinator, secret, start_timeout_s)
         self.host = os.environ.get(HOST) or self._frames.socket.getsockname()[0]
         """The address at which other processes reach this one."""
         me: Message = {"rank": self.rank, "size": self.size, "pid": self._pid, "host": self.host}
-        answer = self._ask(me)
+        self._frames.socket.settimeout(start_timeout_s)
+        try:
+            answer = self._ask(me)
+        except PeerLostError as error:
+            if not isinstance(error.__cause__, TimeoutError):
+                raise
+            raise LaunchError(
+                f"The run's meeting point let rank {self.rank} in, and then said nothing for "
+                f"{start_timeout_s:g} s. Look at the first node, and at what is between."
+            ) from error.__cause__
+        self._frames.socket.settimeout(None)
         if "error" in answer:
             raise LaunchError(str(answer["error"]))
         self.seed = int(answer["seed"])
@@ -133,8 +145,12 @@ class World:
     def _ask(self, message: Message) -> Message:
         with self._asking:
             try:
+                if self._is_unanswered:
+                    self._forget_answers()
+                self._is_unanswered = True
                 self._send(message)
                 answer = self._frames.receive()
+                self._is_unanswered = False
             except TamperedError as error:
                 self._frames.close()
                 raise LaunchError(
@@ -152,6 +168,12 @@ class World:
                 f"The run's meeting point cut rank {self.rank} off: {answer['dropped']}."
             )
         return answer
+
+    def _forget_answers(self) -> None:
+        """Read what answers earlier questions; else it would be taken for the next one's answer."""
+        self._send({"do": "withdraw"})
+        while not self._frames.receive().get("withdrawn"):
+            pass
 
     def _send(self, message: Message) -> None:
         with self._sending:
