@@ -534,6 +534,38 @@ def waits_for_cuda(model: Any) -> bool:
     return calls == [] and len(torch.cuda._queued_calls) == num_waiting + 1
 
 
+def draws_by_functions_of_the_backend(model: Any) -> bool:
+    module = lookup("keras.src.backend:random")
+    plain, drawn = module.normal, []
+    module.normal = lambda *args, **kwargs: drawn.append(1) or plain(*args, **kwargs)
+    try:
+        keras.random.normal((2,), seed=1)
+    finally:
+        module.normal = plain
+    return bool(drawn)
+
+
+def tells_which_resources_are_written(model: Any) -> bool:
+    import tensorflow as tf
+
+    tell = lookup(f"{DEPENDENCIES}:get_read_write_resource_inputs")
+    variable = tf.Variable(1.0)
+    traced = tf.function(lambda: variable.assign_add(variable)).get_concrete_function()
+    ops = [op for op in traced.graph.get_operations() if op.type.endswith("VariableOp")]
+    return {op.type for op in ops if tell(op)[1]} == {"AssignAddVariableOp"}
+
+
+def makes_arrays_that_are_not_committed(model: Any) -> bool:
+    import jax
+
+    value = jax.device_put(np.ones(2), jax.devices()[0])
+    array = lookup("jax._src.array:ArrayImpl")
+    moved = array(value.aval, value.sharding, [value], committed=False)
+    return bool(value.committed and not moved.committed)
+
+
+CHECKPOINTS = "tensorflow.python.checkpoint.checkpoint_management"
+DEPENDENCIES = "tensorflow.python.framework.auto_control_deps_utils"
 JAX, TF, TORCH = ("jax",), ("tensorflow",), ("torch",)
 NORM = "keras.layers:BatchNormalization"
 
@@ -969,6 +1001,56 @@ TABLE = [
         keeps_the_global_seeds,
     ),
     Name("_rng", "trial_state", "to put it back", draws_seeds_of_ops_by_a_generator, TF),
+    Name(
+        "keras.src:backend",
+        "trial_state",
+        "to repeat what its functions draw while a step is tried",
+        draws_by_functions_of_the_backend,
+    ),
+    Name(
+        "tensorflow.python.framework.auto_control_deps_utils:get_read_write_resource_inputs",
+        "tensorflow_steps",
+        "to find variables that a step writes to",
+        tells_which_resources_are_written,
+        TF,
+    ),
+    Name(
+        "tensorflow.python.checkpoint:checkpoint",
+        "tensorflow_files",
+        "to let the chief alone write checkpoints",
+        has_signature(
+            "tensorflow.python.checkpoint.checkpoint:Checkpoint._write", "file_prefix", "options"
+        ),
+        TF,
+    ),
+    Name(
+        "tensorflow.python.checkpoint:checkpoint_management",
+        "tensorflow_files",
+        "to let other processes only remember a checkpoint",
+        lambda model: callable(lookup(f"{CHECKPOINTS}:update_checkpoint_state_internal")),
+        TF,
+    ),
+    Name(
+        "_delete_file_if_exists",
+        "tensorflow_files",
+        "to leave the files of a folder to the chief",
+        lambda model: takes(lookup(f"{CHECKPOINTS}:_delete_file_if_exists"), "filespec"),
+        TF,
+    ),
+    Name(
+        "jax._src.array:ArrayImpl",
+        "jax_world_mesh",
+        "to make an array of one device that JAX may move",
+        makes_arrays_that_are_not_committed,
+        JAX,
+    ),
+    Name(
+        "_save_checkpoint",
+        "jax_orbax",
+        "to have Orbax save arrays of the whole mesh",
+        lambda model: callable(keras.callbacks.OrbaxCheckpoint._save_checkpoint),
+        JAX,
+    ),
     Name(
         "tensorflow.python.eager.context:global_seed",
         "world_calls",
@@ -1494,7 +1576,7 @@ def test_the_table_is_complete():
         for path in sources
     }
     own = {name for tree in trees.values() for name in own_names(tree)}
-    own |= {"_unisono", "_unisono_horovod", "_exit"}
+    own |= {"_unisono", "_unisono_horovod", "_unisono_ranks", "_exit"}
     known = {entry.name for entry in TABLE}
     unknown = {
         f"{name} in {stem}"
