@@ -194,7 +194,10 @@ def _folder_beside(target: Path) -> Iterator[Path | None]:
 
 
 def _existing_parent(target: Path) -> Path:
-    return next(parent for parent in target.parents if parent.is_dir())
+    found = next(parent for parent in target.parents if parent.exists())
+    if not found.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(found))
+    return found
 
 
 def _rescue(parent: Path, left: Path) -> None:
@@ -275,13 +278,13 @@ def _sync_folder(path: Path) -> None:
 def _named(error: Exception, reason: str, path: Path, advice: str) -> OutputError:
     reason = reason.splitlines()[0] if reason else type(error).__name__
     message = f"Could not write {path}: {reason}{_free_bytes(path)}. What was there is unchanged."
-    named = _kind_of(type(error))(f"{message} {advice}".rstrip())
+    named = output_error_of(type(error))(f"{message} {advice}".rstrip())
     named.errno = getattr(error, "errno", None)
     named.filename = str(path)
     return named
 
 
-def _kind_of(cause: type[Exception]) -> type[OutputError]:
+def output_error_of(cause: type[Exception]) -> type[OutputError]:
     """OutputError that is also caught as what caused it."""
     if issubclass(OutputError, cause):
         return OutputError

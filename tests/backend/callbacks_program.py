@@ -196,7 +196,8 @@ def saves_that_fail() -> Any:
             call()
             told.append(["no error", ""])
         except (OSError, ValueError) as error:
-            told.append([type(error).__name__, str(error)])
+            builtin = next(c for c in type(error).__mro__ if c.__module__ == "builtins")
+            told.append([f"{type(error).__name__}, {builtin.__name__}", str(error)])
     return told
 
 

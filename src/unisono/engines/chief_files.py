@@ -9,7 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 from unisono.engines.callback_ranks import is_alone
+from unisono.errors import OutputError
 from unisono.launch.world import World
+from unisono.replacing import output_error_of
 
 
 def write_as_chief(world: World, what: str, write: Callable[[], Any]) -> Any:
@@ -22,7 +24,8 @@ def write_as_chief(world: World, what: str, write: Callable[[], Any]) -> Any:
         try:
             result = write()
         except BaseException as error:
-            world.announce(topic, error=_kind_of(error), text=str(error))
+            is_output = isinstance(error, OutputError)
+            world.announce(topic, error=_kind_of(error), text=str(error), is_output=is_output)
             raise
         world.announce(topic)
         return result
@@ -44,6 +47,8 @@ def _error_of_chief(what: str, said: dict[str, Any]) -> Exception:
     """The chief's error as it is raised in the other processes, of the same built-in class."""
     text = f"Rank 0 failed in {what}: {said['text']}"
     kind = getattr(builtins, said["error"])
+    if said["is_output"]:
+        kind = output_error_of(kind)
     try:
         error: Exception = kind(text) if issubclass(kind, Exception) else RuntimeError(text)
     except TypeError:  # Of a class that is made of more than a text.
