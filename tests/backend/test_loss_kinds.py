@@ -92,6 +92,22 @@ def test_what_is_neither_is_named_once():
         assert part in said
 
 
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="only TensorFlow traces a step")
+def test_a_step_is_traced_once_although_its_first_batch_is_tried():
+    import tensorflow as tf
+
+    traced = []
+
+    def total(y_pred):
+        traced.append(not tf.executing_eagerly())
+        return ops.sum(y_pred)
+
+    model = unisono.parallel(stepped(total), replicas=2)
+    model.fit(*[np.ones((10, FEATURES))] * 2, batch_size=4, epochs=2, verbose=0)
+    assert traced.count(True) == 2  # Once for each replica.
+    assert int(model.optimizer.iterations) == 6
+
+
 class Noise(layers.Layer):
     """Adds what Keras draws, and what the backend draws by itself."""
 
@@ -170,6 +186,7 @@ unisono.parallel(model, replicas=2).fit(np.ones((4, 2)), np.ones((4, 2)), verbos
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="torch always has a generator")
 def test_a_program_without_a_seed_is_looked_at_too(plain_python):
     done = plain_python(["-W", "error::UserWarning", "-c", UNSEEDED], KERAS_BACKEND=BACKEND)
