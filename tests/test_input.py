@@ -15,6 +15,7 @@ from pathlib import Path
 import unisono
 
 facts = unisono.topology()
+sys.stdin.reconfigure(encoding="utf-8")
 token = input("token: ") if facts.is_chief else None
 answers = [input("name: "), input("epochs: ")]
 lines = [line for line in sys.stdin]

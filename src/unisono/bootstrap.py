@@ -92,7 +92,7 @@ def _join() -> None:
 
     if (policy := Policy.from_environment()) != Policy():
         apply_policy(policy, Policy())
-    if (world := current_world()) is not None:
+    if (world := current_world()) is not None and sys.stdin is not None:
         sys.stdin = SharedInput(sys.stdin, world)
     # Taken out: what the program starts has not asked for it.
     if os.environ.pop(_LEGACY, None):

@@ -142,7 +142,8 @@ def replacing(path: str | os.PathLike[str], advice: str = "") -> Iterator[Draft]
         OutputError: It could not be written. What was there before is unchanged. It is also of the
             type of the error that caused it.
 
-    >>>     >>> with tempfile.TemporaryDirectory() as folder:
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
     ...     with replacing(f"{folder}/results.csv") as draft:
     ...         _ = draft.path.write_text("loss")
     ...     os.listdir(folder)
@@ -202,6 +203,8 @@ def _existing_parent(target: Path) -> Path:
 
 def _rescue(parent: Path, left: Path) -> None:
     """Give a folder back its name, if a kill came when it had just been taken."""
+    if not (left / "old").is_dir():
+        return  # Killed before there was anything to take aside.
     for aside in (left / "old").iterdir():
         if not os.path.lexists(parent / aside.name):
             os.rename(aside, parent / aside.name)

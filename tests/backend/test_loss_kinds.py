@@ -26,10 +26,19 @@ class Stepped(keras.Model):
         self.tracker = keras.metrics.Mean(name="loss")
         self.num_steps = 0
         self.losses_seen = []
+        if BACKEND == "torch":
+            import torch
+
+            self.register_buffer("native_steps", torch.zeros(()))
+        else:
+            import tensorflow as tf
+
+            self.native_steps = tf.Variable(0.0, trainable=False)
 
     def train_step(self, data):
         x, _ = data
         self.num_steps += 1
+        self.native_steps.add_(1.0) if BACKEND == "torch" else self.native_steps.assign_add(1.0)
         self.losses_seen.append(self.num_steps)
         weights = self.trainable_weights
         if BACKEND == "torch":
@@ -83,6 +92,22 @@ def test_what_is_neither_is_named_once():
         assert part in said
 
 
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="only TensorFlow traces a step")
+def test_a_step_is_traced_once_although_its_first_batch_is_tried():
+    import tensorflow as tf
+
+    traced = []
+
+    def total(y_pred):
+        traced.append(not tf.executing_eagerly())
+        return ops.sum(y_pred)
+
+    model = unisono.parallel(stepped(total), replicas=2)
+    model.fit(*[np.ones((10, FEATURES))] * 2, batch_size=4, epochs=2, verbose=0)
+    assert traced.count(True) == 2  # Once for each replica.
+    assert int(model.optimizer.iterations) == 6
+
+
 class Noise(layers.Layer):
     """Adds what Keras draws, and what the backend draws by itself."""
 
@@ -134,16 +159,38 @@ def test_attributes_and_generators_are_put_back():
 
     class Noting(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
-            steps.append((self.model.num_steps, list(self.model.losses_seen)))
+            native = float(self.model.native_steps)
+            steps.append((self.model.num_steps, native, list(self.model.losses_seen)))
 
     model = unisono.parallel(stepped(ops.sum), replicas=2)
-    # Eagerly, where TensorFlow's replicas count as well.
+    # Eagerly, so that TensorFlow's variable is read as it is; its replicas share it.
     model.compile(keras.optimizers.SGD(RATE), run_eagerly=True)
     state = np.random.get_state()[1].copy()
     fit(model, epochs=1, shuffle=False, callbacks=[Noting()])
-    count = 1 if BACKEND == "torch" else 2
-    assert steps == [(count, list(range(1, count + 1)))]
+    assert steps == [(1, 1 if BACKEND == "torch" else 2, [1])]
     np.testing.assert_array_equal(np.random.get_state()[1], state)
+
+
+UNSEEDED = """
+import keras, numpy as np, unisono
+from keras import ops
+
+class Penalty(keras.layers.Layer):
+    def call(self, inputs):
+        self.add_loss(ops.sum(inputs))
+        return inputs
+
+model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2), Penalty()])
+model.compile("sgd", "mse")
+unisono.parallel(model, replicas=2).fit(np.ones((4, 2)), np.ones((4, 2)), verbose=0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="torch always has a generator")
+def test_a_program_without_a_seed_is_looked_at_too(plain_python):
+    done = plain_python(["-W", "error::UserWarning", "-c", UNSEEDED], KERAS_BACKEND=BACKEND)
+    assert done.returncode == 0, done.stderr
 
 
 @slow_where_traced

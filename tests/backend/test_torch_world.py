@@ -138,6 +138,16 @@ def test_a_loss_of_the_whole_batch_where_rows_are_fewer_than_processes(every):
         assert apart(expected, found["whole"]) <= TOLERANCE
 
 
+def test_a_sum_of_fewer_rows_than_processes_by_an_optimizer_of_torch(every):
+    expected = torch_world.summed(adopt=lambda model: model)
+    for found in every:
+        assert apart(expected, found["summed"]) <= TOLERANCE
+
+
+def test_an_optimizer_of_torch_in_a_callback_of_the_chief_alone(every):
+    assert [found["probed"] for found in every] == [[[-1.0], [-1.0]], None, None]
+
+
 def ends_in_a_step(marker):
     model = torch_world.made()
     unisono.parallel(model)

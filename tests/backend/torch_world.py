@@ -27,6 +27,7 @@ def rank() -> int:
 def found_by_each() -> dict[str, Any]:
     """All of it in one run, which takes long to start."""
     parts = (reduced, gathered, sent, of_some, refused, listening, followed, random, unbuilt, whole)
+    parts += (summed, probed)
     return {part.__name__: part() for part in parts}
 
 
@@ -254,3 +255,45 @@ def whole(adopt: Any = unisono.parallel) -> list[Any]:
     scores = model.evaluate(x, y, batch_size=4, verbose=0)
     predicted = model.predict(x, batch_size=4, verbose=0)
     return [*state(model), *map(np.asarray, history.values()), np.asarray(scores), predicted]
+
+
+class Summed(keras.Model):
+    """Minimizes a sum over rows, by an optimizer of torch's own."""
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        self.zero_grad()
+        loss = keras.ops.sum(keras.ops.square(y - self(x, training=True)))
+        loss.backward()
+        self.native.step()
+        return {"loss": loss}
+
+
+def summed(adopt: Any = unisono.parallel) -> list[Any]:
+    """Batches of 4, 4 and 2 rows; the last has fewer rows than there are processes."""
+    keras.utils.set_random_seed(3)
+    net = mlp()
+    model = Summed(net.inputs, net.outputs)
+    model.native = torch.optim.SGD(model.parameters(), 0.01)
+    model.compile(loss="mse")
+    adopt(model).fit(*rows(10), batch_size=4, shuffle=False, verbose=0)
+    return [keras.ops.convert_to_numpy(v) for v in model.trainable_variables]
+
+
+class Probe(keras.callbacks.Callback):
+    """Trains a layer of its own on what a model predicts."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        layer = keras.layers.Dense(1, kernel_initializer="zeros")
+        layer.build((None, 2))
+        optimizer = torch.optim.SGD(layer.parameters(), 1.0)
+        layer(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        self.weights = plain(layer.kernel.value)
+
+
+def probed() -> Any:
+    """A callback of the chief's alone steps an optimizer of torch's own."""
+    probe = unisono.callbacks.chief_only(Probe())
+    unisono.parallel(made()).fit(*rows(8), batch_size=4, verbose=0, callbacks=[probe])
+    return getattr(probe, "weights", None)

@@ -80,11 +80,13 @@ class Replication:
         self._hooked: list[tuple[Any, str]] = []
         self._drifting: list[Any] = []
         self._kinds: dict[str, tuple[list[Any], LossKinds]] = {}
+        self._known: dict[str, KnownKinds] = {}
         self.prepare()
 
     def prepare(self) -> None:
         """Hook whatever the model has now; call before every public training call."""
         model = self._model
+        self._known = {}
         bind(model, "get_metrics_result", self._get_metrics_result)
         for layer in batch_norms(model):
             if self._sync_batch_norm:
@@ -126,7 +128,9 @@ class Replication:
 
     def learn(self, name: str, kinds: LossKinds) -> None:
         """Take over what the losses of a step are."""
-        self._kinds[name] = (_compiled_parts(self._model), kinds)
+        if self.must_learn(name) or kinds != self.kinds(name):
+            self._kinds[name] = (_compiled_parts(self._model), kinds)
+            self._known.pop(name, None)
 
     def kinds(self, name: str) -> LossKinds | None:
         """What the losses of a step are; None where all are means."""
@@ -138,9 +142,10 @@ class Replication:
         replica = self._current()
         assert replica is not None
         if replica.state.trial is None and (kinds := self.kinds(name)) is not None:
-            replica.state.kinds = KnownKinds(self._model, kinds)
-        with replica.after_data():
-            start_metrics(leaf_metrics(self._model), replica.state)
+            if name not in self._known:  # It looks through all layers.
+                self._known[name] = KnownKinds(self._model, kinds)
+            replica.state.kinds = self._known[name]
+        start_metrics(leaf_metrics(self._model), replica.state)
         logs = original(self._model, name)(data)
         logs = self._global_logs(replica, logs)
         if name == "train_step" and self._drifting:

@@ -24,6 +24,7 @@ from keras.src.saving import saving_lib
 from keras.src.utils import file_utils, io_utils
 
 from unisono.engines.hooks import bind, original
+from unisono.engines.patches import Patch
 from unisono.replacing import Draft, replacing
 
 SAVES = ("save", "save_weights", "export")
@@ -33,7 +34,6 @@ _SHARD = re.compile(r"(?P<base>.*)_(?P<number>[0-9]{5})(?P<ours>-[0-9]+)?\.weigh
 _FILE_BYTES, _VARIABLE_BYTES = 1 << 15, 1 << 11  # What HDF5 adds, generously.
 _PROTECTED = "_save_model"
 _temporary: ContextVar[Path | None] = ContextVar("temporary", default=None)
-_plain_temp_dir = saving_lib.get_temp_dir
 
 
 def protect_saves(model: keras.Model) -> None:
@@ -119,10 +119,10 @@ def _write(method: Callable[..., Any], draft: Draft, path: Path, args: Any, kwar
         args = (written, *args[1:])
     else:
         kwargs = {**kwargs, "filepath": written}
-    saving_lib.get_temp_dir = _get_temp_dir
     token = _temporary.set(draft.temporary)
     try:
-        return method(*args, **kwargs)
+        with _get_temp_dir.applied():
+            return method(*args, **kwargs)
     except Exception as error:
         if any(kind.__name__ == "OpError" for kind in type(error).__mro__):
             raise OSError(str(error)) from error  # TensorFlow's errors of files are none of Python.
@@ -132,13 +132,19 @@ def _write(method: Callable[..., Any], draft: Draft, path: Path, args: Any, kwar
         raise
     finally:
         _temporary.reset(token)
-        saving_lib.get_temp_dir = _plain_temp_dir
 
 
-def _get_temp_dir() -> str:
+def _in_draft(plain: Callable[[], str]) -> Callable[[], str]:
     """Keras' folder for what it writes first, which a kill would leave in the system's."""
-    folder = _temporary.get()
-    return str(_plain_temp_dir()) if folder is None else tempfile.mkdtemp(dir=folder)
+
+    def get_temp_dir() -> str:
+        folder = _temporary.get()
+        return plain() if folder is None else tempfile.mkdtemp(dir=folder)
+
+    return get_temp_dir
+
+
+_get_temp_dir = Patch(lambda: saving_lib, "get_temp_dir", _in_draft)
 
 
 class _Renaming:

@@ -7,7 +7,6 @@ loss_kinds) is multiplied by 1 / s_r first.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -92,9 +91,6 @@ class Replica(Protocol):
     """Makes a sum over rows count as a mean: 1 / share, or 1 where each replica has all rows."""
     may_be_empty: bool
     """Whether a replica can be without rows."""
-
-    def after_data(self) -> AbstractContextManager[Any]:
-        """What is done inside waits for the batch, and is not done where the data has ended."""
 
     def gather_rows(self, x: Any) -> Any:
         """Rows of all replicas in order; gradients flow into this replica's own rows."""

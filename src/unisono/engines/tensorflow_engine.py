@@ -254,11 +254,11 @@ class TensorFlowReplicas:
         """A train or test function that learns, before it is traced, what its losses are."""
 
         def function(iterator: Any) -> Any:
-            if self._replication.must_learn(name):
-                batch = next(iterator)
-                self._learn_kinds(name, batch)
-                iterator = itertools.chain([batch], iterator)
-            return plain(iterator)
+            if not self._replication.must_learn(name):
+                return plain(iterator)
+            batch = next(iterator)
+            self._learn_kinds(name, batch)
+            return plain(_with_first(batch, iterator, self._model.steps_per_execution))
 
         return function
 
@@ -312,7 +312,7 @@ class TensorFlowReplicas:
 
         def run() -> Any:
             links = LinksInProcess(self._num_replicas)
-            with threads.replica(), running(TensorFlowReplica(data, count, links)) as replica:
+            with threads.replica(), running(TensorFlowReplica(count, links)) as replica:
                 return on_replica(replica)
 
         results = self._strategy.run(run)
@@ -323,6 +323,20 @@ class TensorFlowReplicas:
         return keras.tree.map_structure(
             lambda value: self._strategy.experimental_local_results(value)[0], values
         )
+
+
+def _with_first(batch: Any, iterator: Any, num_batches: int) -> Any:
+    """An iterator of as many batches, of which the first has been taken already."""
+    rest = itertools.islice(iterator, num_batches - 1)
+    if not isinstance(iterator, tf.data.Iterator):
+        return itertools.chain([batch], rest)
+    # Of the same type, for which Keras traces its function anyway: a batch by itself has a number
+    # of rows, and would be traced apart.
+    return iter(
+        tf.data.Dataset.from_generator(
+            lambda: itertools.chain([batch], rest), output_signature=iterator.element_spec
+        )
+    )
 
 
 def _remedy(found: int, count: int) -> str:

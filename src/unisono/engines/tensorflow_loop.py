@@ -150,7 +150,7 @@ class TensorFlowLoop:
         total = context.all_reduce(tf.distribute.ReduceOp.SUM, tf.cast(own, tf.float32))
         num_rows = tf.cast(total, tf.int32)
         links = LinksInProcess(self.num_replicas)
-        return TensorFlowReplica(rows, num_rows, links, is_own_loop=True)
+        return TensorFlowReplica(num_rows, links, is_own_loop=True)
 
     @_as_written
     def _threads(self) -> ReplicaThreads:

@@ -14,6 +14,7 @@ from unisono.engines.loss_kinds import LossKinds
 from unisono.engines.replication import Replication
 from unisono.engines.step import StepState
 from unisono.engines.tensorflow_replica import TensorFlowReplica, num_rows, running
+from unisono.engines.tensorflow_rows import join_rows, rows_between
 
 
 class Twins:
@@ -28,7 +29,7 @@ class Twins:
         return [self._total(operand) for operand in operands]
 
     def gather(self, x: Any, num_rows: Any, is_whole: Any) -> Any:
-        return tf.concat([x] * self.num_replicas, axis=0)
+        return join_rows([x] * self.num_replicas)
 
     def _total(self, operand: Any) -> Any:
         factor = tf.cast(self.num_replicas, operand.dtype)
@@ -53,7 +54,7 @@ def learn_kinds(model: keras.Model, replication: Replication, name: str, data: A
         times = 1 if has_twin else 2
         rows = keras.tree.map_structure(lambda leaf: _first(leaf, count, times), data)
         links = Twins(2 if has_twin else 1)
-        replica = Twin(rows, tf.constant(2 * count), links)
+        replica = Twin(tf.constant(2 * count), links)
         replica.state = state
         with running(replica):
             replication.run(name, rows)
@@ -65,8 +66,4 @@ def learn_kinds(model: keras.Model, replication: Replication, name: str, data: A
 def _first(leaf: Any, count: int, times: int) -> Any:
     if leaf is None or isinstance(leaf, tf.experimental.Optional):
         return None
-    if isinstance(leaf, tf.SparseTensor):
-        size = tf.concat([[count], leaf.dense_shape[1:]], 0)
-        rows = tf.sparse.slice(leaf, tf.zeros_like(size), size)
-        return tf.sparse.concat(0, [rows] * times)
-    return tf.concat([leaf[:count]] * times, axis=0)
+    return join_rows([rows_between(leaf, 0, count)] * times)

@@ -49,12 +49,9 @@ class Links(Protocol):
 class TensorFlowReplica:
     """See step.Replica."""
 
-    def __init__(
-        self, data: Any, num_rows: Any, links: Links, *, is_own_loop: bool = False
-    ) -> None:
+    def __init__(self, num_rows: Any, links: Links, *, is_own_loop: bool = False) -> None:
         self.state = StepState(adds_up=is_own_loop)
         self.is_own_loop = self.may_be_empty = is_own_loop
-        self._data = data
         self._links = links
         self._graph = tf.compat.v1.get_default_graph()
         self._index = links.index
@@ -75,9 +72,6 @@ class TensorFlowReplica:
         self._postponed: Callable[[], Any] | None = None
         self._riders: list[Any] = []
         self._rider_totals: list[Any] | None = None
-
-    def after_data(self) -> AbstractContextManager[Any]:
-        return after_data(self._data)
 
     def own_rows(self, data: Any) -> Any:
         def rows(leaf: Any) -> Any:

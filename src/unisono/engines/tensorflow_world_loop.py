@@ -134,7 +134,7 @@ class TensorFlowWorldLoop:
         own = tf.shape(rows[0])[0] if rows else tf.constant(1)
         (num_rows,) = self._group.reduce([own])
         links = LinksAcrossProcesses(self._group)
-        return TensorFlowReplica(rows, num_rows, links, is_own_loop=True)
+        return TensorFlowReplica(num_rows, links, is_own_loop=True)
 
     def _take(
         self, models: list[Any], optimizers: list[Any], metrics: list[Any], loose: list[Any]

@@ -191,7 +191,7 @@ class TensorFlowWorldReplicas:
 
     def _compiled(self, on_replica: OnReplica) -> Callable[[Any, Any], Any]:
         def step(data: Any, num_rows: Any) -> Any:
-            replica = TensorFlowReplica(data, num_rows, self._links)
+            replica = TensorFlowReplica(num_rows, self._links)
             with StepSeeds(rank=self._links.index).used(), running(replica):
                 result = on_replica(replica, data)
                 replica.total([])  # Should anything still be postponed.

@@ -16,6 +16,7 @@ import keras
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from unisono.engines.callback_ranks import is_alone
 from unisono.engines.step import gradient_weight, some_of
 from unisono.engines.torch_replica import TorchReplica, check_equal, current_replica
 from unisono.engines.torch_world import world_group
@@ -64,7 +65,9 @@ def reduce_in_place(
 ) -> None:
     """Make the `.grad` of parameters that of the global batch."""
     parameters = list(parameters)
-    weight = 1.0 if replica.state.is_weighted else gradient_weight(replica, optimizer)
+    # Not by `is_weighted`: where a batch runs whole on each replica, its sums are still to be.
+    is_weighted = replica.state.adds_up or bool(replica.state.weighted_optimizers)
+    weight = 1.0 if is_weighted else gradient_weight(replica, optimizer)
     own = [parameter.grad for parameter in parameters]
     reduced = replica.reduce_gradients(own, parameters, weight)
     for parameter, gradient in zip(parameters, reduced, strict=True):
@@ -160,7 +163,7 @@ def _reducing_first(plain: Callable[..., Any], world: World | None) -> Callable[
 def _replica(world: World | None) -> TorchReplica | None:
     """The one whose step runs; outside of steps, one that counts as much as any other."""
     replica = current_replica()
-    if replica is None and world is not None and world.is_ours:
+    if replica is None and world is not None and world.is_ours and not is_alone():
         group = world_group()
         replica = TorchReplica(group, group.size)
     return replica

@@ -1,6 +1,5 @@
 """One torch replica in the middle of a step, in whichever process it runs."""
 
-import contextlib
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -34,9 +33,6 @@ class TorchReplica:
         self.share = 1.0 / group.size if is_whole else self._sizes[group.rank] / num_rows
         self.metric_factor = 1.0 / group.size if is_whole else 1.0
         self.sum_scale = 1.0 if is_whole else 1.0 / self.share
-
-    def after_data(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
 
     def gather_rows(self, x: torch.Tensor) -> torch.Tensor:
         if self._is_whole or len(x) != self._sizes[self.group.rank]:

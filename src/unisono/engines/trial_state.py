@@ -84,7 +84,7 @@ def restored(model: keras.Model) -> Iterator[None]:
     variables = _variables_of(model)
     values = [ops.copy(ops.stop_gradient(v.value)) for v in variables]
     attributes = [(layer, _attributes_of(layer)) for layer in model._flatten_layers()]
-    put_back = [*_generators(), *_gradients(model)]
+    put_back = [*_generators(), *_gradients(model), *_native_state(model)]
     try:
         yield
     finally:
@@ -138,7 +138,7 @@ def _generators() -> list[Callable[[], Any]]:
     else:
         from tensorflow.python.eager.context import context
 
-        seeds = context()._rng  # Of eager ops, once a seed was set.
+        seeds = getattr(context(), "_rng", None)  # Of eager ops, once a seed was set.
         found += [] if seeds is None else [functools.partial(seeds.setstate, seeds.getstate())]
     return found
 
@@ -155,6 +155,18 @@ def _gradients(model: keras.Model) -> list[Callable[[], Any]]:
             value.grad = gradient
 
     return [put_back]
+
+
+def _native_state(model: keras.Model) -> list[Callable[[], Any]]:
+    """What layers keep by the backend's own means: counters, the moments of torch's batch norms."""
+    layers = model._flatten_layers()
+    if keras.backend.backend() == "torch":
+        buffers = {id(b): b for layer in layers for b in layer.buffers()}.values()
+        return [functools.partial(b.copy_, b.clone()) for b in buffers]
+    import tensorflow as tf
+
+    found = (v for layer in layers for v in vars(layer).values() if isinstance(v, tf.Variable))
+    return [functools.partial(v.assign, tf.identity(v)) for v in found]
 
 
 def _modules_that_draw() -> list[Any]:

@@ -40,13 +40,12 @@ class SharedInput(io.TextIOBase):
         return int(self._plain.fileno())
 
     @property
-    def buffer(self) -> Any:
-        """The bytes of this process: none but in the first."""
-        return self._plain.buffer
-
-    @property
     def encoding(self) -> str:  # type: ignore[override]
         return str(self._plain.encoding)
+
+    def __getattr__(self, name: str) -> Any:
+        """The rest (`buffer`, `reconfigure`) is this process' own: empty but in the first."""
+        return getattr(self._plain, name)
 
     def _shared(self, read: Callable[[], str]) -> str:
         line, place = _caller()
