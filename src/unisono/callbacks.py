@@ -28,13 +28,15 @@ def every_rank(callback: _Callback) -> _Callback:
     Returns:
         The callback itself.
 
+    Raises:
+        SettingError: What was given is no callback.
+
     >>> import keras
     >>> log = every_rank(keras.callbacks.CSVLogger("log.csv"))
     >>> type(log).__name__
     'CSVLogger'
     """
-    vars(callback)[RANKS] = "every"
-    return callback
+    return _marked(callback, "every")
 
 
 def chief_only(callback: _Callback) -> _Callback:
@@ -50,12 +52,24 @@ def chief_only(callback: _Callback) -> _Callback:
     Returns:
         The callback itself.
 
+    Raises:
+        SettingError: What was given is no callback.
+
     >>> import keras
     >>> show = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: print(epoch))
     >>> chief_only(show) is show
     True
     """
-    vars(callback)[RANKS] = "chief"
+    return _marked(callback, "chief")
+
+
+def _marked(callback: _Callback, ranks: str) -> _Callback:
+    if not isinstance(callback, keras.callbacks.Callback):
+        raise SettingError(
+            f"Asked where a callback runs; received {callback!r}. Pass an object of a callback's "
+            'class, such as CSVLogger("log.csv").'
+        )
+    vars(callback)[RANKS] = ranks
     return callback
 
 

@@ -22,6 +22,8 @@ from unisono.errors import OutputError, UnisonoError
 from unisono.scratch import Scratch, sweep
 
 _PREFIX = ".unisono-save-"
+# Errors that more room on the disk would not mend.
+_NOT_FULL = (errno.EACCES, errno.EISDIR, errno.ENOENT, errno.ENOTDIR, errno.EPERM, errno.EROFS)
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -280,7 +282,9 @@ def _sync_folder(path: Path) -> None:
 
 def _named(error: Exception, reason: str, path: Path, advice: str) -> OutputError:
     reason = reason.splitlines()[0] if reason else type(error).__name__
-    message = f"Could not write {path}: {reason}{_free_bytes(path)}. What was there is unchanged."
+    is_full = getattr(error, "errno", None) not in _NOT_FULL
+    free = _free_bytes(path) if is_full else ""
+    message = f"Could not write {path}: {reason}{free}. What was there is unchanged."
     named = output_error_of(type(error))(f"{message} {advice}".rstrip())
     named.errno = getattr(error, "errno", None)
     named.filename = str(path)

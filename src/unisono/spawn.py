@@ -21,6 +21,7 @@ from unisono.launch.secret import new_secret
 from unisono.launch.workers import Workers
 from unisono.launch.world import current_world
 from unisono.parallel import check_call
+from unisono.pickling import dumps
 
 _TIMEOUT_S = 600.0
 _START_TIMEOUT_S = 300.0
@@ -116,9 +117,7 @@ def _seconds(name: str, default: float) -> float:
 
 def _pack(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
     try:
-        import cloudpickle  # Here, as `import unisono` is to load nothing that it may not need.
-
-        packed: bytes = cloudpickle.dumps((function, tuple(args), dict(kwargs)))
+        packed = dumps((function, tuple(args), dict(kwargs)))
     except Exception as error:
         raise StrategyError(
             f"Asked to spawn {function!r}, but it or an argument cannot be sent to another "

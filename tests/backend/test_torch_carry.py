@@ -99,6 +99,22 @@ def test_layers_of_strings_are_carried():
     assert apart(trained(Tagged, x, None), trained(Tagged, x, 2)) < TOLERANCE
 
 
+def mixed() -> keras.Model:
+    """Of a class that travels by value, and uses `torch` and `keras.ops`: it leads to torch.ops."""
+    import torch
+
+    class Mixed(layers.Layer):
+        def call(self, x: Any) -> Any:
+            return torch.relu(x) * keras.ops.cast(2, x.dtype)
+
+    return keras.Sequential([keras.Input((3,)), layers.Dense(4), Mixed(), layers.Dense(1)])
+
+
+def test_a_layer_that_uses_torch_and_ops_of_keras_is_carried():
+    x = np.random.default_rng(5).random((ROWS, 3)).astype("float32")
+    assert apart(trained(mixed, x, None), trained(mixed, x, 2)) < TOLERANCE
+
+
 def test_a_model_behind_a_feature_space_is_carried():
     space, x = feature_space()
     build = functools.partial(behind_feature_space, space)

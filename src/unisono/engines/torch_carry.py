@@ -28,6 +28,7 @@ from unisono.engines.attribute_path import path_of
 from unisono.engines.keras_internals import torch_device
 from unisono.engines.parts import optimizers_of, rename_variables, with_inner
 from unisono.errors import ModelError
+from unisono.pickling import reduce_module
 
 # What a training call leaves on a model and a replica must not get: functions made for this
 # process, and objects that lead to the data.
@@ -106,6 +107,8 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc, unused-ignore]
         self.latest.append(obj)
         if isinstance(obj, type):
             return super().reducer_override(obj)
+        if (module := reduce_module(obj)) is not None:
+            return module
         if isinstance(obj, Functional):
             return (
                 _blank_functional,

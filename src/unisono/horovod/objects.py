@@ -9,13 +9,13 @@ import hashlib
 import pickle
 from typing import Any
 
-import cloudpickle
 import keras
 import numpy as np
 
 from unisono.errors import LaunchError
 from unisono.horovod.execution import Collective, run
 from unisono.horovod.process_sets import ProcessSet, check_member, global_process_set
+from unisono.pickling import dumps
 
 
 def broadcast_object(
@@ -34,7 +34,7 @@ def broadcast_object(
     """
     members = check_member(process_set)
     is_root = members.ranks[members.rank() or 0] == root_rank
-    data = cloudpickle.dumps(obj) if is_root else b""
+    data = dumps(obj) if is_root else b""
     # A gather to which all but the root give nothing: so nobody need know the size beforehand.
     collective = Collective(
         "allgather", process_set, name or "broadcast_object", root=int(root_rank)
@@ -59,7 +59,7 @@ def allgather_object(
     ['a']
     """
     collective = Collective("allgather", process_set, name or "allgather_object")
-    return [pickle.loads(each) for each in _gather(cloudpickle.dumps(obj), collective)]
+    return [pickle.loads(each) for each in _gather(dumps(obj), collective)]
 
 
 def _gather(data: bytes, collective: Collective) -> list[bytes]:

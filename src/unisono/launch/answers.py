@@ -13,25 +13,22 @@ from typing import Any
 from unisono.errors import PeerLostError, WorkerError
 from unisono.launch.channel import Channel
 from unisono.launch.workers import Worker, Workers
+from unisono.pickling import dumps
 
 _AFTERMATH_S = 3.0
 
 
 def answer(channel: Channel, result: Any) -> None:
     """Tell what a function returned."""
-    import cloudpickle
-
-    channel.send(("result", cloudpickle.dumps(result), ""))
+    channel.send(("result", dumps(result), ""))
 
 
 def report(channel: Channel, error: BaseException) -> None:
     """Tell what was raised, with its traceback."""
-    import cloudpickle
-
     text = "".join(traceback.format_exception(error))
     kind = "lost" if is_echo(error) else "error"
     try:
-        data = cloudpickle.dumps(error.with_traceback(None))
+        data = dumps(error.with_traceback(None))
     except Exception:
         data = None
     try:
