@@ -9,7 +9,7 @@ import functools
 import random
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import keras
@@ -20,7 +20,9 @@ from keras.src.backend.common.global_state import get_global_attribute
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 
 from unisono.engines.parts import leaf_metrics, optimizers_of, with_inner
+from unisono.engines.patches import Patch
 
+_thread = threading.local()
 _DRAWS = (
     *("normal", "uniform", "truncated_normal", "randint", "categorical", "shuffle", "gamma"),
     *("binomial", "beta", "randn", "randn_like", "rand", "rand_like", "bernoulli", "multinomial"),
@@ -38,33 +40,17 @@ class Draws:
     def repeated(self) -> Iterator[None]:
         """Run a step inside."""
         self._place = 0
-        thread = threading.get_ident()
-        replaced: list[tuple[Any, str, Any]] = []
+        before = getattr(_thread, "draws", None)
+        with ExitStack() as stack:
+            for patch in _patches():
+                stack.enter_context(patch.applied())
+            _thread.draws = self
+            try:
+                yield
+            finally:
+                _thread.draws = before
 
-        def replace(module: Any, name: str, instead: Callable[..., Any]) -> None:
-            plain = getattr(module, name, None)
-            if plain is None:
-                return
-
-            def function(*args: Any, **kwargs: Any) -> Any:
-                is_ours = threading.get_ident() == thread
-                return instead(plain, *args, **kwargs) if is_ours else plain(*args, **kwargs)
-
-            replaced.append((module, name, plain))
-            setattr(module, name, function)
-
-        try:
-            for module in _modules_that_draw():
-                for name in _DRAWS:
-                    replace(module, name, self._draw)
-            for module, name in _dropouts():
-                replace(module, name, lambda plain, inputs, *args, **kwargs: inputs)
-            yield
-        finally:
-            for module, name, plain in reversed(replaced):
-                setattr(module, name, plain)
-
-    def _draw(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def draw(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         drawn = plain(*args, **kwargs)
         place, self._place = self._place, self._place + 1
         if place == len(self._kept):
@@ -167,6 +153,38 @@ def _native_state(model: keras.Model) -> list[Callable[[], Any]]:
 
     found = (v for layer in layers for v in vars(layer).values() if isinstance(v, tf.Variable))
     return [functools.partial(v.assign, tf.identity(v)) for v in found]
+
+
+@functools.cache
+def _patches() -> list[Patch]:
+    """The functions that draw and drop, in threads that try a step."""
+    draws = [(module, name) for module in _modules_that_draw() for name in _DRAWS]
+    return [
+        Patch(functools.partial(_itself, module), name, make)
+        for names, make in ((draws, _repeating), (_dropouts(), _keeping))
+        for module, name in names
+        if hasattr(module, name)
+    ]
+
+
+def _itself(module: Any) -> Any:
+    return module
+
+
+def _repeating(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def function(*args: Any, **kwargs: Any) -> Any:
+        draws: Draws | None = getattr(_thread, "draws", None)
+        return plain(*args, **kwargs) if draws is None else draws.draw(plain, *args, **kwargs)
+
+    return function
+
+
+def _keeping(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def dropout(inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        is_tried = getattr(_thread, "draws", None) is not None
+        return inputs if is_tried else plain(inputs, *args, **kwargs)
+
+    return dropout
 
 
 def _modules_that_draw() -> list[Any]:
