@@ -146,7 +146,10 @@ def _is_terminal_of_others(file: int) -> bool:
     The kernel would stop a process of that terminal's session that reads it then; ours has a
     session of its own, and would take the other's lines.
     """
-    return os.isatty(file) and os.tcgetpgrp(file) != os.getpgrp()
+    try:
+        return os.isatty(file) and os.tcgetpgrp(file) != os.getpgrp()
+    except OSError:  # A terminal that controls no session of ours: whoever reads it is not stopped.
+        return False
 
 
 class Ranks:
