@@ -116,7 +116,7 @@ def test_devices_that_are_not_there(name, num_gpus, message):
     assert str(caught.value) == message
 
 
-@given(st.integers(1, 20), st.sampled_from(["cpu", "gpu"]), st.data())
+@given(st.integers(1, 8), st.sampled_from(["cpu", "gpu"]), st.data())
 def test_a_device_is_found_under_the_name_that_it_answers_to(simulated, kind, data):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(SIMULATED_GPUS, str(simulated))
