@@ -352,3 +352,20 @@ def test_export_works_as_far_as_it_does_for_plain_keras(tmp_path):
     assert apart([model.predict(x, verbose=0)], [served.serve(x).numpy()]) <= TOLERANCE
     fit(model, x, y)
     assert apart(trained(2), state(model)) <= TOLERANCE
+
+
+def test_another_compile_replaces_loss_and_metrics_of_the_same_shapes():
+    """Also where the step that was compiled before would fit the new state."""
+    x, y = rows()
+    found = []
+    for model in (plain(metrics=["mse"]), adopted(metrics=["mse"])):
+        fit(model, x, y)
+        model.evaluate(x, y, verbose=0)
+        model.compile(sgd(), "mae", metrics=["mae"])
+        history = fit(model, x, y)
+        found.append([history, model.evaluate(x, y, verbose=0, return_dict=True), state(model)])
+    (history, logs, weights), (own_history, own_logs, own_weights) = found
+    assert history.keys() == own_history.keys() == {"loss", "mae"}
+    assert apart(list(logs.values()), list(own_logs.values())) <= TOLERANCE
+    assert apart(list(history.values()), list(own_history.values())) <= TOLERANCE
+    assert apart(weights, own_weights) <= TOLERANCE

@@ -129,7 +129,9 @@ def test_a_model_that_its_first_call_builds(every):
     assert first.shape == (8, 1)
     for found in every:
         assert (found["unbuilt"]["predicted"] == first).all()
-        assert "begin with different weights" in found["unbuilt"]["error"]
+        # Its step is tried before it is run, which builds the model alike in all processes.
+        assert found["unbuilt"]["error"] == ""
+        assert (found["unbuilt"]["kernel"] == every[0]["unbuilt"]["kernel"]).all()
 
 
 def test_a_loss_of_the_whole_batch_where_rows_are_fewer_than_processes(every):

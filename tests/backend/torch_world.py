@@ -13,7 +13,6 @@ from twins import mlp, rows, sgd, state
 
 import unisono
 from unisono.engines import load_engine
-from unisono.launch.world import current_world
 
 DTYPES = ("float16", "float32", "float64", "bfloat16", "uint8", "int8", "int16", "int32", "int64")
 OPS = ("sum", "min", "max", "product")
@@ -230,8 +229,8 @@ def unbuilt() -> dict[str, Any]:
         model.train_on_batch(x, y)
     except unisono.StrategyError as found:
         error = str(found)
-    current_world().exchange("all of them failed", None)
-    return {"predicted": predicted, "error": error}
+    kernel = keras.ops.convert_to_numpy(model.out.kernel)
+    return {"predicted": predicted, "error": error, "kernel": kernel}
 
 
 def root_of_mean(y_true: Any, y_pred: Any) -> Any:

@@ -6,6 +6,7 @@ masks come out as on one device. A batch that does not divide is replicated inst
 computes all of it, which is exact as well.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -80,9 +81,8 @@ class JaxReplicas:
         self.sync_batch_norm = sync_batch_norm
         self._model = model
         self._use_mesh()
-        for name in _STEPS:
-            bind(model, name, self._replicated_step(name))
-        bind_makers(model, placement, lambda: self._mesh, sync_batch_norm=sync_batch_norm)
+        steps = {name: functools.partial(self._replicated_step, name) for name in _STEPS}
+        bind_makers(model, placement, lambda: self._mesh, steps, sync_batch_norm=sync_batch_norm)
         bind(model, "_make_function", self._make_function)
         bind(model, "_get_jax_state", lambda **parts: self._state.get(**parts))
         for name in ("jax_state_sync", "state_sync"):  # The other name since Keras 3.16.

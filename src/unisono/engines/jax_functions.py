@@ -1,6 +1,6 @@
 """The functions that Keras' JAX trainer compiles from a model's steps, made for replicas."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -15,14 +15,24 @@ _FUNCTIONS = ("train_function", "test_function", "predict_function")
 
 
 def bind_makers(
-    model: keras.Model, placement: Placement, mesh: Callable[[], Mesh], *, sync_batch_norm: bool
+    model: keras.Model,
+    placement: Placement,
+    mesh: Callable[[], Mesh],
+    steps: Mapping[str, Callable[[], Callable[..., Any]]],
+    *,
+    sync_batch_norm: bool,
 ) -> None:
     """Have what is made from now compute in ways for these replicas, whose mesh is `mesh()`.
 
-    Without `sync_batch_norm` each replica's rows are normalized by their own statistics.
+    `steps` makes the model's steps, by their names. JAX remembers what it compiled of a function,
+    so each function that Keras makes gets a step of its own: after another `compile` nothing of the
+    loss and the metrics before it may be left. Without `sync_batch_norm` each replica's rows are
+    normalized by their own statistics.
     """
 
     def prepare() -> None:
+        for name, make_step in steps.items():
+            bind(model, name, make_step())
         num_replicas = placement.num_replicas
         is_compiled = bool(model.jit_compile and not model.run_eagerly)
         for layer in batch_norms(model):
@@ -32,6 +42,8 @@ def bind_makers(
         if placement.kind == "cpu":
             use_kernels(model, num_replicas=num_replicas)
 
+    for name, make_step in steps.items():
+        bind(model, name, make_step())
     for function in _FUNCTIONS:
         bind(model, f"make_{function}", _maker(model, function, prepare))
 

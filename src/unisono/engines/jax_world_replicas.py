@@ -6,6 +6,7 @@ what a step returns, so that a callback may compute with them in one process onl
 were written since the last step are the chief's in the next one.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -53,9 +54,8 @@ class JaxWorldReplicas:
         self._state = StepState(model, self._mesh, _known)
         self._feed = Feed(self._mesh.world, needs_even_shares=True)
         self._calls = WorldCalls(model, self._feed, self._settle)
-        for name in _STEPS:
-            bind(model, name, self._step(name))
-        bind_makers(model, placement, lambda: self._mesh, sync_batch_norm=sync_batch_norm)
+        steps = {name: functools.partial(self._step, name) for name in _STEPS}
+        bind_makers(model, placement, lambda: self._mesh, steps, sync_batch_norm=sync_batch_norm)
         bind(model, "_make_function", self._make_function)
         bind(model, "_get_jax_state", self._state.get)
         for name in ("jax_state_sync", "state_sync"):  # The other name since Keras 3.16.

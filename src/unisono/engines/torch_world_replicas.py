@@ -95,9 +95,9 @@ class TorchWorldReplicas:
         def step(data: Any) -> Any:
             share = self._feed.cut(data)
             own = keras.tree.map_structure(as_tensor, share.data)
+            is_built = all(layer.built for layer in self._model._flatten_layers())
             if name != "predict_step" and self._replication.must_learn(name):
                 self._learn_kinds(name, own)
-            is_built = all(layer.built for layer in self._model._flatten_layers())
             if name == "predict_step":
                 self._is_known = False  # Keras predicts without a symbolic build before it.
                 if not is_built:
