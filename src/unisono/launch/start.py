@@ -71,18 +71,22 @@ class Request:
 
 def start(request: Request) -> int:
     """Run a program as the request says, and tell why if it failed; the exit code."""
-    outcome = perform(request)
+    outcome = perform(request, is_last=True)
     sys.stdout.flush()
     sys.stderr.write(outcome.text)
     sys.stderr.flush()
     return outcome.code
 
 
-def perform(request: Request) -> Outcome:
-    """Run a program as the request says; LaunchError where it cannot begin."""
+def perform(request: Request, *, is_last: bool = False) -> Outcome:
+    """Run a program as the request says; LaunchError where it cannot begin.
+
+    `is_last`: this process ends with the run, so a second Ctrl-C that comes when all is over is
+    ignored, and changes no exit code.
+    """
     check_program(request.program)
     began = time.monotonic()
-    with _signals() as signals, contextlib.ExitStack() as stack:
+    with _signals(is_last) as signals, contextlib.ExitStack() as stack:
         facts, peers, meeting = _agree(request, stack)
         output = _open_output(request)
         stack.callback(output.close)
@@ -291,8 +295,10 @@ class _Signals:
 
     def __init__(self) -> None:
         self._warnings = {WARNING, signal.SIGTERM} if is_slurm_task(os.environ) else {WARNING}
+        self.received: set[int] = set()
 
     def receive(self, number: int, frame: object) -> None:
+        self.received.add(number)
         if number in self._warnings and self.warn is not None:
             self._warnings.discard(signal.SIGTERM)
             self.warn()
@@ -305,7 +311,7 @@ class _Signals:
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[_Signals]:
+def _signals(is_last: bool) -> Iterator[_Signals]:
     signals = _Signals()
     if threading.current_thread() is not threading.main_thread():
         yield signals  # Python's signals are its main thread's affair.
@@ -321,4 +327,5 @@ def _signals() -> Iterator[_Signals]:
         yield signals
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            is_over = is_last and number in signals.received
+            signal.signal(number, signal.SIG_IGN if is_over else handler)
