@@ -65,12 +65,14 @@ def blocks(root: Path) -> list[Block]:
 
 
 def doctests() -> list[doctest.DocTest]:
-    """The examples in docstrings of the package, but for the engines, whose names are private."""
+    """The examples in docstrings of the package, but for the backends, whose names are private."""
     package = Path(unisono.__file__).parent
     found = []
     for path in sorted(package.rglob("*.py")):
         parts = path.relative_to(package.parent).with_suffix("").parts
-        if ">>> " in path.read_text(encoding="utf-8") and "engines" not in parts:
+        if ">>> " in path.read_text(encoding="utf-8") and not {"backends", "replication"} & set(
+            parts
+        ):
             module = importlib.import_module(".".join(parts))
             tests = doctest.DocTestFinder(exclude_empty=True).find(module, module.__name__)
             found += [test for test in tests if test.examples]

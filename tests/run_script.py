@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import unisono
-from unisono.launch.world import current_world
+from unisono.launch.client import current_world
 
 folder, how, *_ = sys.argv[1:]
 facts = unisono.topology()
@@ -66,11 +66,11 @@ if how == "start others":
 if how in ("ignore TERM", "sleep in C", "hold the lock"):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if world is not None:
-    world.exchange("the first point", facts.rank)
+    world.all_gather("the first point", facts.rank)
 note(f"ready-{facts.rank}", "")
 if facts.rank == min(1, facts.world_size - 1):
     misbehave()
 if how in ("sleep", "ignore TERM", "start others"):
     time.sleep(100)
 if world is not None:
-    print(world.exchange("the last point", facts.rank))
+    print(world.all_gather("the last point", facts.rank))

@@ -18,7 +18,7 @@ from test_foreign import ONE_NODE, start, told
 from test_nodes import SECRET, of_node, port  # noqa: F401
 from test_slurm_step import task
 from test_topology import tf_config
-from unisono.launch.foreign import meeting_place
+from unisono.launch.environments import meeting_place
 from unisono.slurm.step import coordinator, read_step
 from unisono.topology import read_topology
 
@@ -32,11 +32,11 @@ SCRIPT = """
 import json, sys, time
 from pathlib import Path
 import unisono
-from unisono.launch.world import current_world
+from unisono.launch.client import current_world
 
 folder, how = Path(sys.argv[1]), sys.argv[2]
 facts, world = unisono.topology(), current_world()
-world.exchange("before", facts.rank)
+world.all_gather("before", facts.rank)
 if facts.is_chief:
     (folder / "draft").write_text(facts.coordinator)
     (folder / "draft").rename(folder / "coordinator")
@@ -49,7 +49,7 @@ if how == "nest" and facts.rank == 1:
     json.dumps = dumps
 if how == "babble" and facts.rank == 1:
     world.announce({})
-print(world.exchange("after", [facts.rank, world.seed]))
+print(world.all_gather("after", [facts.rank, world.seed]))
 """
 
 
@@ -209,9 +209,9 @@ def through_relay(folder: Path, change: Change, **env: str) -> list:
 
 
 SEEDS = """
-from unisono.launch.world import current_world
+from unisono.launch.client import current_world
 world = current_world()
-print(world.exchange("seeds", world.seed))
+print(world.all_gather("seeds", world.seed))
 """
 
 

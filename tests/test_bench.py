@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from unisono import benchmark
 from unisono.bench.race import Lap, Race, Way, last_words
 from unisono.bench.report import TITLES, rows, shares, table, to_json, verdict
 from unisono.bench.scaling import read_program
 from unisono.bench.script import warm
-from unisono.benchmark import ways_of
+from unisono.cli import bench as benchmark
 from unisono.cli import main
+from unisono.cli.bench import ways_of
 
 SCRIPT = """
 import keras, numpy as np, unisono

@@ -141,7 +141,7 @@ def _user() -> str:
 
 
 def test_a_backend_that_is_not_installed_is_named(monkeypatch, capsys):
-    from unisono import device_table
+    from unisono.cli import devices as device_table
 
     monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
     monkeypatch.setattr(device_table, "keras_backend", lambda: "tensorflow")

@@ -6,14 +6,14 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.data import nearest_divisible, share_bounds, share_sizes
+from unisono.data.shards import nearest_divisible, shard_bounds, share_sizes
 
 rows = st.integers(0, 100_000)
 counts = st.integers(1, 64)
 
 
 def all_bounds(num_rows, num_replicas):
-    return [share_bounds(num_rows, num_replicas, replica) for replica in range(num_replicas)]
+    return [shard_bounds(num_rows, num_replicas, replica) for replica in range(num_replicas)]
 
 
 @given(rows, counts)
@@ -57,8 +57,8 @@ def test_integers_of_an_array_library_give_the_same_shares(num_rows, num_replica
     """A backend's integers have a width; these are the narrowest that are met."""
     narrow = np.int32(num_rows)
     for replica in range(num_replicas):
-        bounds = share_bounds(narrow, num_replicas, replica)
-        assert bounds == share_bounds(num_rows, num_replicas, replica)
+        bounds = shard_bounds(narrow, num_replicas, replica)
+        assert bounds == shard_bounds(num_rows, num_replicas, replica)
 
 
 @given(st.integers(1, 100_000), counts)

@@ -81,7 +81,7 @@ def test_every_page_with_code_is_found():
     pages |= {"docs/horovod.md", "docs/processes.md", "docs/training.md", "docs/old-scripts.md"}
     pages |= {"docs/slurm.md", "docs/top.md"}
     assert pages <= {block.page for block in BLOCKS}
-    assert {"unisono.parallel.parallel", "unisono.data.share_bounds"} <= set(NAMES)
+    assert {"unisono.parallel.parallel", "unisono.data.shards.shard_bounds"} <= set(NAMES)
 
 
 def test_links_between_pages_lead_somewhere():

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.events import EventFile, Progress, Writer, read_runs, runs_folder, ticks_of
+from unisono.monitor.events import EventFile, Progress, Writer, read_runs, runs_folder, ticks_of
 
 
 def writer(**changes) -> Writer:
@@ -158,6 +158,6 @@ def test_where_runs_publish(env, expected):
 
 
 def test_events_load_no_framework():
-    code = "import sys, unisono.events, unisono.top; print({'keras', 'jax'} & set(sys.modules))"
+    code = "import sys, unisono.cli.top; print({'keras', 'jax'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

@@ -17,15 +17,15 @@ from launching import FOREIGN, NAMES
 from test_topology import MPICH, OPEN_MPI, SRUN, TORCHRUN, tf_config
 from unisono.errors import LaunchError
 from unisono.joining import is_command
-from unisono.launch.foreign import Place, arrange, first_host, meeting_place
+from unisono.launch.environments import Place, arrange, first_host, meeting_place
 from unisono.launch.secret import secret_of_run, shared_secret
 from unisono.topology import Topology, read_topology
 
 SCRIPT = """
 import json, os, unisono
-from unisono.launch.world import current_world
+from unisono.launch.client import current_world
 facts, world = unisono.topology(), current_world()
-ranks = world.exchange("who", facts.rank)
+ranks = world.all_gather("who", facts.rank)
 line = json.dumps([facts.launcher, ranks, facts.coordinator, world.host])
 os.write(1, (line + chr(10)).encode())  # At once, as another process may write to the same pipe.
 """
@@ -107,15 +107,15 @@ LONG = """
 import unisono
 from unisono.errors import DisagreementError
 from unisono.launch import wire
-from unisono.launch.world import current_world
+from unisono.launch.client import current_world
 world = current_world()
 if world.rank == 0:
     wire._MOST_BYTES = 1000  # In place of some hundred million.
 try:
-    world.exchange("much", "x" * 600)
+    world.all_gather("much", "x" * 600)
 except DisagreementError as error:
     assert "the most are 1000" in str(error)
-    print(world.exchange("little", world.rank))
+    print(world.all_gather("little", world.rank))
 """
 
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from unisono.engines.gloo_threads import patient_threads
+from unisono.devices.gloo_threads import patient_threads
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has such threads")

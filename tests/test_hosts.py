@@ -18,11 +18,11 @@ SECRET = {"UNISONO_SECRET": "known to all hosts"}
 PORT = 4000
 ECHO = """
 import json, os, sys, unisono
-from unisono.launch.world import current_world
+from unisono.launch.client import current_world
 names = ("UNISONO_HOST", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 facts, world = unisono.topology(), current_world()
 mine = [facts.rank, facts.node, facts.local_rank, world.host, *(os.environ.get(n) for n in names)]
-print(json.dumps(world.exchange("who", mine)))
+print(json.dumps(world.all_gather("who", mine)))
 """
 
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from unisono.engines.interrupts import interrupts_held_back
+from unisono.replication.interrupts import interrupts_held_back
 
 
 def interrupt():

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from launching import END_S, SCRIPT, ended_within, pids_in, wait_for
-from unisono import launcher
 from unisono.cli import main
+from unisono.cli import run as launcher
 from unisono.launch.failure import Outcome
 from unisono.launch.start import Request, perform
 
@@ -36,7 +36,7 @@ INTERRUPTED = """
 import os, signal, sys, threading, time
 from pathlib import Path
 import unisono
-from unisono.launch.world import current_world
+from unisono.launch.client import current_world
 world, folder = current_world(), Path(sys.argv[1])
 def interrupt():
     main = threading.main_thread().ident
@@ -50,7 +50,7 @@ for turn in range(2):
     if world.rank == 0:
         threading.Thread(target=interrupt).start()
         try:
-            world.exchange(f"left {turn}", [turn, "left"])
+            world.all_gather(f"left {turn}", [turn, "left"])
         except KeyboardInterrupt:
             (folder / f"interrupted {turn}").touch()
         if turn == 0:
@@ -58,9 +58,9 @@ for turn in range(2):
     else:
         wait_for(f"interrupted {turn}")
         time.sleep(0.2 * turn)
-        assert world.exchange(f"left {turn}", [turn, "came"]) == [[turn, "left"], [turn, "came"]]
+        assert world.all_gather(f"left {turn}", [turn, "came"]) == [[turn, "left"], [turn, "came"]]
         (folder / f"past {turn}").touch()
-    assert world.exchange(f"next {turn}", world.rank) == [0, 1]
+    assert world.all_gather(f"next {turn}", world.rank) == [0, 1]
     assert world.add("sum", 1) > 0
 print("well")
 """

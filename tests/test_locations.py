@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.devices import SIMULATED_GPUS, Placement
+from unisono.devices.locations import Locations, find, location, name_of, names_of, parse
 from unisono.errors import DeviceError
-from unisono.locations import Locations, find, location, name_of, names_of, parse
 
 
 @pytest.fixture(autouse=True)

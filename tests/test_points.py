@@ -1,6 +1,6 @@
 """Points at which processes meet: everybody is answered, whatever the others do."""
 
-from unisono.launch.points import Points
+from unisono.launch.rendezvous_state import Points
 
 
 def test_an_exchange_ends_when_all_have_come():

@@ -5,8 +5,8 @@ import ast
 import numpy as np
 import pytest
 
-from unisono import train_command
 from unisono.cli import main
+from unisono.cli import train as train_command
 from unisono.recipes.digits_data import load_digits
 
 NAMES = ("digits", "mnist", "cifar10", "resnet50")

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from unisono.backends import settings
+from unisono.backends.tensorflow.settings import TensorFlowSettings
+from unisono.backends.torch.settings import TorchSettings
 from unisono.devices import Grant, Policy, current_policy
-from unisono.engines import settings
-from unisono.engines.tensorflow_settings import TensorFlowSettings
-from unisono.engines.torch_settings import TorchSettings
 from unisono.errors import DeviceError
 
 MIB = 2**20

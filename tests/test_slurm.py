@@ -18,10 +18,10 @@ pytestmark = pytest.mark.namespaces
 WHO = """
 import json, os, sys
 import unisono
-from unisono.launch.world import current_world
+from unisono.launch.client import current_world
 facts, world = unisono.topology(), current_world()
 mine = [facts.rank, facts.world_size, facts.node, facts.local_rank, facts.launcher]
-every = world.exchange("who", mine) if world else [mine]
+every = world.all_gather("who", mine) if world else [mine]
 if facts.is_chief:
     print(json.dumps(every), flush=True)
 print("rank", facts.rank, "is here", file=sys.stderr, flush=True)

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from unisono.cli.submit import sweep_of
 from unisono.errors import SlurmError
 from unisono.slurm.batch import Job, batch_script, check, option_of, seconds_of
 from unisono.slurm.words import for_option, for_shell, for_variable
-from unisono.submission import sweep_of
 
 GUIDE = Job(
     program=("example.py", "--epochs", "20"),

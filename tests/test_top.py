@@ -13,7 +13,7 @@ import pytest
 
 from test_events import progress, writer
 from unisono.devices import Device
-from unisono.events import EventFile, RankEvents, ticks_of
+from unisono.monitor.events import EventFile, RankEvents, ticks_of
 from unisono.monitor.readings import Readings, Usage
 from unisono.monitor.verdict import verdict_on_devices, verdict_on_run
 from unisono.monitor.view import bar, lines
@@ -328,12 +328,12 @@ def wait_for(look, text: str, seconds: float = 20) -> str:
 
 def test_it_costs_little(tmp_path):
     """Of a core's time, over some seconds, in a terminal of its own."""
-    code = "import unisono.top as t, time, sys\nfor _ in range(6): t.look(); time.sleep(0.5)"
+    code = "import unisono.cli.top as t, time, sys\nfor _ in range(6): t.look(); time.sleep(0.5)"
     EventFile(tmp_path, writer()).write(progress())
     script = f"{code}\nprint(time.process_time())"
     env = os.environ | {"UNISONO_RUNS": str(tmp_path)}
     base = subprocess.run(
-        [sys.executable, "-c", "import unisono.top, time; print(time.process_time())"],
+        [sys.executable, "-c", "import unisono.cli.top, time; print(time.process_time())"],
         env=env, capture_output=True, text=True, check=True,
     )  # fmt: skip
     done = subprocess.run(

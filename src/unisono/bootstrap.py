@@ -85,10 +85,10 @@ def _join() -> None:
     if importlib.util.find_spec("unisono") is None:  # The launcher was found in another way.
         sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     import unisono
+    from unisono.backends.settings import apply_policy
     from unisono.devices import Policy
-    from unisono.engines.settings import apply_policy
+    from unisono.launch.client import current_world
     from unisono.launch.stdin import SharedInput
-    from unisono.launch.world import current_world
 
     if (policy := Policy.from_environment()) != Policy():
         apply_policy(policy, Policy())
@@ -154,7 +154,7 @@ def _code(end: SystemExit) -> int:
 
 def _tell(line: socket.socket, error: BaseException, code: int) -> None:
     """Tell the launcher what ends this process; it then tells the other processes."""
-    world = sys.modules.get("unisono.launch.world")
+    world = sys.modules.get("unisono.launch.client")
     if world is not None and (here := world.current_world()) is not None:
         here.abandon()
     text = "".join(traceback.format_exception(error))

@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 import keras
 
 from unisono.devices import list_devices
-from unisono.engines.callback_ranks import RANKS
 from unisono.errors import SettingError
+from unisono.replication.callback_ranks import RANKS
 
 __all__ = ["DeviceStats", "chief_only", "every_rank"]
 

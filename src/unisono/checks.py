@@ -3,9 +3,9 @@
 import zlib
 from typing import TYPE_CHECKING
 
-from unisono.engines import Adopted
+from unisono.backends import Adopted
 from unisono.errors import DisagreementError, ModelError
-from unisono.launch.world import current_world
+from unisono.launch.client import current_world
 from unisono.parallel import adopted_as, check_model
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def check_replicas(model: "keras.Model") -> str:
         names, replicas = adopted.variable_names(), adopted.checksums()
     elif world is not None:
         # A model of a custom training loop: every process has a copy.
-        from unisono.engines.checksums import names_of, own_checksums
+        from unisono.replication.checksums import names_of, own_checksums
 
         names, replicas = names_of(model), [own_checksums(model)]
     else:
@@ -40,7 +40,7 @@ def check_replicas(model: "keras.Model") -> str:
             "first."
         )
     if world is not None:
-        replicas = [one for own in world.exchange("check_replicas", replicas) for one in own]
+        replicas = [one for own in world.all_gather("check_replicas", replicas) for one in own]
     for replica, found in enumerate(replicas[1:], start=1):
         pairs = zip(replicas[0], found, strict=False)
         differing = [i for i, (first, other) in enumerate(pairs) if first != other]

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from unisono.backends.settings import apply_policy
 from unisono.devices import current_policy, describe
-from unisono.engines.settings import apply_policy
 
 
 def configure(

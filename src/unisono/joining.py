@@ -15,10 +15,10 @@ from typing import Any
 
 from unisono.errors import LaunchError
 from unisono.imports import after_import, keras_backend
+from unisono.launch.client import World, current_world, enter
 from unisono.launch.plan import START_TIMEOUT
+from unisono.launch.preemption_signal import WARNING, listen
 from unisono.launch.secret import SECRET
-from unisono.launch.warning import WARNING, listen
-from unisono.launch.world import World, current_world, enter
 from unisono.topology import JOINED, Topology, is_slurm_task, settle, topology
 from unisono.versions import check_versions
 
@@ -43,7 +43,7 @@ def join() -> World | None:
             )
     else:
         # Only here: a program that runs alone has no use for a server.
-        from unisono.launch.foreign import arrange
+        from unisono.launch.environments import arrange
 
         facts, secret = arrange(facts, os.environ, start_timeout_s=timeout_s)
         settle(facts)
@@ -107,12 +107,12 @@ def is_command(words: Sequence[str]) -> bool:
 def _prepare_keras(keras: Any, world: World) -> None:
     check_versions("keras")
     # Models that the processes build then begin alike, and their data is shuffled alike.
-    importlib.import_module("unisono.engines.seeds").set_seed(world.seed)
+    importlib.import_module("unisono.replication.seeds").set_seed(world.seed)
     if keras_backend() == "torch" and world.is_ours:
-        importlib.import_module("unisono.engines.torch_optim").hook_for_good(world)
+        importlib.import_module("unisono.backends.torch.native_optimizers").hook_for_good(world)
 
 
 def _join_backend(framework: str, world: World, module: Any) -> None:
     if keras_backend() == framework and world.is_ours:
         check_versions(framework)
-        importlib.import_module(f"unisono.engines.{framework}_world").join(world)
+        importlib.import_module(f"unisono.backends.{framework}.distributed").join(world)

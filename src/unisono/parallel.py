@@ -5,15 +5,15 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from unisono.data import nearest_divisible
+from unisono.backends import Adopted, load_backend
+from unisono.data.shards import nearest_divisible
 from unisono.devices import Placement, choose, choose_own, simulated_gpus, warn_of_cores
 from unisono.devices.host_memory import is_kept
-from unisono.engines import Adopted, load_engine
-from unisono.engines.hooks import bind, original, unbind
 from unisono.errors import ModelError, StrategyError
-from unisono.events import runs_folder
-from unisono.launch.warning import is_listening
-from unisono.launch.world import current_world
+from unisono.hooks import bind, original, unbind
+from unisono.launch.client import current_world
+from unisono.launch.preemption_signal import is_listening
+from unisono.monitor.events import runs_folder
 
 if TYPE_CHECKING:
     import keras
@@ -54,11 +54,11 @@ def spread(
     """Train a model on devices that are chosen already: what `parallel` and its old names share."""
     import keras
 
-    from unisono.engines.saving import protect_saves
+    from unisono.checkpoint.saving import protect_saves
 
     check_model(model)
     _check_optimizer(model)
-    engine = load_engine(keras.backend.backend())
+    engine = load_backend(keras.backend.backend())
     before: Adopted | None = vars(model).get(_ADOPTED)
     if before is not None:
         if (before.placement, before.sync_batch_norm) == (placement, sync_batch_norm):
@@ -95,7 +95,7 @@ def release(model: "keras.Model") -> "keras.Model":
     check_model(model, "release")
     adopted = adopted_as(model)
     if adopted is not None:
-        from unisono.engines.saving import SAVES
+        from unisono.checkpoint.saving import SAVES
 
         adopted.release()
         unbind(model, _ADOPTED, "fit", *SAVES)
@@ -118,7 +118,7 @@ def count_gpus() -> int:
     import keras
 
     # Counting real ones starts a backend, so only ask where the answer matters.
-    return simulated_gpus() or load_engine(keras.backend.backend()).num_gpus()
+    return simulated_gpus() or load_backend(keras.backend.backend()).num_gpus()
 
 
 def check_model(model: object, call: str = "parallel") -> None:
@@ -165,11 +165,11 @@ def _check_optimizer(model: Any) -> None:
 
 def _watch_fits(model: Any, placement: Placement) -> None:
     """Let each `fit` publish how it goes, give back memory, and make room when it is warned."""
-    from unisono.engines.fit_watch import LooksAtSteps, watched
-    from unisono.engines.memory_watch import GiveBack
-    from unisono.engines.preemption import MakeRoom
-    from unisono.engines.publishing import Publish
-    from unisono.engines.saving import protect_backups
+    from unisono.checkpoint.saving import protect_backups
+    from unisono.replication.fit_watch import LooksAtSteps, watched
+    from unisono.replication.memory_watch import GiveBack
+    from unisono.replication.preemption import MakeRoom
+    from unisono.replication.publishing import Publish
 
     def watchers(callbacks: list[Any], given: dict[str, Any]) -> list[Any]:
         protect_backups(callbacks)

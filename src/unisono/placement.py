@@ -4,10 +4,10 @@ import dataclasses
 from contextlib import AbstractContextManager, ContextDecorator
 from typing import Any
 
+from unisono.backends import Backend, load_backend
 from unisono.devices import Placement, simulated_gpus
-from unisono.engines import Engine, load_engine
+from unisono.devices.locations import HOST, Location, Locations, find, location
 from unisono.errors import ModelError
-from unisono.locations import HOST, Location, Locations, find, location
 from unisono.reserve import num_reserved
 
 
@@ -35,7 +35,7 @@ def device(name: str) -> AbstractContextManager[None]:
 class _DeviceScope(ContextDecorator, AbstractContextManager[None]):
     """An engine's scope, entered as often as one likes: again, in itself, or as a decorator."""
 
-    def __init__(self, engine: Engine, placement: Placement) -> None:
+    def __init__(self, engine: Backend, placement: Placement) -> None:
         self._engine = engine
         self._placement = placement
         self._entered: list[AbstractContextManager[None]] = []
@@ -93,10 +93,10 @@ def log_placement(is_on: bool = True) -> None:
         print(f"unisono: {reason}; print unisono.where(result) instead", flush=True)
 
 
-def _engine() -> Engine:
+def _engine() -> Backend:
     import keras
 
-    return load_engine(keras.backend.backend())
+    return load_backend(keras.backend.backend())
 
 
 def _variables_of(owner: Any) -> list[Any]:
@@ -114,7 +114,7 @@ def _variables_of(owner: Any) -> list[Any]:
     return list({id(variable): variable for variable in variables}.values())
 
 
-def _located(engine: Engine, variables: list[Any]) -> Locations:
+def _located(engine: Backend, variables: list[Any]) -> Locations:
     records: list[Location] = []
     for variable, found in zip(variables, engine.locate(variables), strict=True):
         if found is None:

@@ -14,12 +14,12 @@ from unisono.devices.cpu import num_cores
 from unisono.errors import StrategyError
 from unisono.imports import keras_backend
 from unisono.launch.answers import collect
-from unisono.launch.meeting import Meeting
+from unisono.launch.client import current_world
 from unisono.launch.network import LOOPBACK, interface_of
 from unisono.launch.plan import START_TIMEOUT, TIMEOUT, Facts, Seat, environment, seats
+from unisono.launch.rendezvous import Meeting
 from unisono.launch.secret import new_secret
 from unisono.launch.workers import Workers
-from unisono.launch.world import current_world
 from unisono.parallel import check_call
 from unisono.pickling import dumps
 

@@ -11,12 +11,12 @@ import sys
 
 import cloudpickle
 
+from unisono.backends.settings import apply_policy
 from unisono.devices import Policy
-from unisono.engines.settings import apply_policy
 from unisono.launch.answers import answer, report
 from unisono.launch.channel import Channel
+from unisono.launch.client import current_world
 from unisono.launch.lifeline import end_with_parent
-from unisono.launch.world import current_world
 
 
 def main() -> None:

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from unisono.backends import CustomLoop, load_backend
 from unisono.devices import Placement
-from unisono.engines import OwnLoop, load_engine
-from unisono.engines.patches import Patch
 from unisono.errors import StrategyError
-from unisono.launch.world import World, current_world
+from unisono.launch.client import World, current_world
 from unisono.parallel import check_call, is_parallel, place, spread
+from unisono.patches import Patch
 
 _innermost = threading.local()
 _last: "Strategy | None" = None
@@ -48,10 +48,10 @@ class Strategy:
         import keras
 
         global _last
-        engine = load_engine(keras.backend.backend())
+        engine = load_backend(keras.backend.backend())
         engine.prepare(placement)
         self._placement = placement
-        self._loop: OwnLoop = engine.own_loop(placement)
+        self._loop: CustomLoop = engine.custom_loop(placement)
         self._sync_batch_norm = sync_batch_norm
         _last = self
 
@@ -161,7 +161,7 @@ class Strategy:
 class DistributedDataset:
     """The batches of a data set, each split over the replicas."""
 
-    def __init__(self, loop: OwnLoop, dataset: Any) -> None:
+    def __init__(self, loop: CustomLoop, dataset: Any) -> None:
         self._loop = loop
         self._dataset = dataset
         spec = getattr(dataset, "element_spec", None)
@@ -182,7 +182,7 @@ class DistributedDataset:
                 _agree(world, number, batch, num_rows)
             yield self._loop.split(batch, num_rows)
         if world is not None:
-            world.exchange("end of a distributed data set", None)
+            world.all_gather("end of a distributed data set", None)
         self._loop.end_epoch()
 
     def __len__(self) -> int:
@@ -248,7 +248,7 @@ def _to_tensor(value: Any, what: str) -> Any:
         ) from error
 
 
-def _current_loop() -> OwnLoop | None:
+def _current_loop() -> CustomLoop | None:
     """The loop of the strategy in use; only a running step makes a difference."""
     strategy = getattr(_innermost, "strategy", None) or _last
     return None if strategy is None else strategy._loop
@@ -298,7 +298,7 @@ def _batches(dataset: Any) -> Iterator[Any]:
 
 def _agree(world: World, number: int, batch: Any, num_rows: int) -> None:
     """Processes that were given other batches say so, before one waits for another."""
-    from unisono.engines.world_feed import agree_on_batch
+    from unisono.data.feed import agree_on_batch
 
     agree_on_batch(world, f"batch {number} of a distributed data set", batch, num_rows)
 

@@ -24,9 +24,9 @@ OPS = {"sum": np.add, "min": np.minimum, "max": np.maximum, "product": np.multip
 
 
 def collectives(ranks: Any = None) -> Any:
-    from unisono.engines import load_engine
+    from unisono.backends import load_backend
 
-    return load_engine("jax").collectives(ranks)
+    return load_backend("jax").collectives(ranks)
 
 
 def differs(found: Any, expected: Any) -> bool:
@@ -52,16 +52,16 @@ def all_types() -> list[str]:
             expected = values[0]
             for value in values[1:]:
                 expected = function(expected, value).astype(own.dtype)
-            if differs(group.reduce([own], op)[0], expected):
+            if differs(group.all_reduce([own], op)[0], expected):
                 wrong.append(f"{op} {name}")
             bounds = [0, *np.cumsum([len(rows) for rows in np.array_split(own, SIZE)])]
             rows = expected[bounds[RANK] : bounds[RANK + 1]]
             if differs(group.reduce_scatter(own, op), rows):
                 wrong.append(f"reduce_scatter {op} {name}")
         ragged = [np.concatenate([value] * (r + 1))[r:] for r, value in enumerate(values)]
-        if any(map(differs, group.gather(ragged[RANK]), ragged)):
+        if any(map(differs, group.all_gather(ragged[RANK]), ragged)):
             wrong.append(f"gather {name}")
-        if any(map(differs, group.gather(own[0, 0]), [value[0, 0] for value in values])):
+        if any(map(differs, group.all_gather(own[0, 0]), [value[0, 0] for value in values])):
             wrong.append(f"gather a scalar {name}")
         last = [values[-1], values[-1][0, 0]]
         if any(map(differs, group.broadcast([own, own[0, 0]], SIZE - 1), last)):
@@ -79,12 +79,12 @@ def bits() -> list[bool]:
     """Whether values that arithmetic would change arrive as they are."""
     group = collectives()
     odd = np.array([np.nan, -0.0, 1e-310, 1 / 3]) if RANK == 0 else np.ones(4)
-    exact = group.reduce([np.array([1.0 + RANK * 2.0**-50])], "sum")[0]
+    exact = group.all_reduce([np.array([1.0 + RANK * 2.0**-50])], "sum")[0]
     return [
         not differs(group.broadcast([odd], 0)[0], np.array([np.nan, -0.0, 1e-310, 1 / 3])),
         not differs(exact, np.array([SIZE + sum(range(SIZE)) * 2.0**-50])),
-        not differs(group.gather(np.zeros((0, 2), "float32"))[0], np.zeros((0, 2), "float32")),
-        not differs(group.reduce([2.0, np.zeros((0, 3))], "sum")[1], np.zeros((0, 3))),
+        not differs(group.all_gather(np.zeros((0, 2), "float32"))[0], np.zeros((0, 2), "float32")),
+        not differs(group.all_reduce([2.0, np.zeros((0, 3))], "sum")[1], np.zeros((0, 3))),
     ]
 
 
@@ -92,12 +92,12 @@ def errors() -> list[str]:
     group = collectives()
     last = RANK == SIZE - 1
     calls = [
-        lambda: group.reduce([np.zeros(2 + last, "float32")], "sum"),
-        lambda: group.reduce([np.zeros(2, "float64" if last else "float32")], "sum"),
-        lambda: group.gather(np.zeros((2, 2 + last), "float32")),
-        lambda: group.barrier() if last else group.gather(np.zeros(2, "float32")),
+        lambda: group.all_reduce([np.zeros(2 + last, "float32")], "sum"),
+        lambda: group.all_reduce([np.zeros(2, "float64" if last else "float32")], "sum"),
+        lambda: group.all_gather(np.zeros((2, 2 + last), "float32")),
+        lambda: group.barrier() if last else group.all_gather(np.zeros(2, "float32")),
         lambda: group.all_to_all(np.zeros(3, "float32"), [3] * SIZE),
-        lambda: group.reduce([np.zeros(1)], "mean"),
+        lambda: group.all_reduce([np.zeros(1)], "mean"),
     ]
     return [told(call) for call in calls]
 
@@ -108,7 +108,7 @@ def some_ranks() -> Any:
     if RANK not in chosen:
         return told(lambda: collectives(chosen))
     group = collectives(chosen)
-    (total,) = group.reduce([np.float32(RANK + 1)], "sum")
+    (total,) = group.all_reduce([np.float32(RANK + 1)], "sum")
     return [group.rank, group.size, float(total)]
 
 
@@ -183,7 +183,7 @@ def is_lost() -> list[Any]:
         os.kill(os.getpid(), signal.SIGKILL)
     mesh = group._mesh
     start = time.monotonic()
-    from unisono.engines.jax_world_mesh import peers_watched
+    from unisono.backends.jax.global_mesh import peers_watched
 
     try:
         with peers_watched():

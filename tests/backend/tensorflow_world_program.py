@@ -16,8 +16,8 @@ import numpy as np
 import tensorflow as tf
 
 import unisono
-from unisono.engines.tensorflow_collectives import TensorFlowCollectives
-from unisono.engines.tensorflow_world import group_of
+from unisono.backends.tensorflow.collectives import TensorFlowCollectives
+from unisono.backends.tensorflow.distributed import group_of
 
 RANK = unisono.topology().rank
 SIZE = unisono.topology().world_size
@@ -38,7 +38,7 @@ def collectives_of(call: Callable[..., Any], dtype: str) -> dict[str, Any]:
     splits = [RANK + other for other in range(SIZE)]
     long = tf.cast(tf.fill([2 * SIZE + 1, 3], RANK), dtype)
     found = {
-        op: plain(call(lambda t, op=op: every.reduce([t], op)[0], x))
+        op: plain(call(lambda t, op=op: every.all_reduce([t], op)[0], x))
         for op in ("sum", "min", "max", "product")
     }
     found["gather"] = plain(call(every.gather, rows))
@@ -70,7 +70,7 @@ def in_functions_of_any_shape() -> Any:
 def scalars() -> Any:
     every = TensorFlowCollectives(group_of())
     every.barrier()
-    return plain([every.gather(tf.constant(RANK)), every.reduce([tf.constant(2.0)], "sum")])
+    return plain([every.all_gather(tf.constant(RANK)), every.all_reduce([tf.constant(2.0)], "sum")])
 
 
 def broadcasts() -> Any:
@@ -83,7 +83,7 @@ def functions_in_functions() -> Any:
     """Collectives of a function that is called twice, of its caller, in a loop and in a branch."""
 
     def total(x: Any) -> Any:
-        return group_of().reduce([x])[0]
+        return group_of().all_reduce([x])[0]
 
     @tf.function
     def inner(x: Any) -> Any:
@@ -107,7 +107,7 @@ def some_processes() -> Any:
     if RANK == 0:
         return None
     some = TensorFlowCollectives(group_of(tuple(range(1, SIZE))))
-    return [some.rank, some.size, plain(some.gather(tf.fill([RANK], RANK)))]
+    return [some.rank, some.size, plain(some.all_gather(tf.fill([RANK], RANK)))]
 
 
 def net(*layers: Any) -> Any:
@@ -272,7 +272,7 @@ def loses_a_process(how: str) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
         if how == "stays away":
-            group_of().reduce([tf.ones([3])])
+            group_of().all_reduce([tf.ones([3])])
         model.fit(x, y, batch_size=8, verbose=0)
     except unisono.PeerLostError as error:
         print(json.dumps([str(error), time.monotonic() - began]), flush=True)

@@ -15,7 +15,7 @@ if BACKEND != "jax":
 import jax
 from jax import numpy
 
-from unisono.engines import jax_ahead
+from unisono.backends.jax import throttle as jax_ahead
 
 # Without a limit four replicas hang here within the first 80 steps; XLA aborts after a minute.
 MANY_STEPS = """

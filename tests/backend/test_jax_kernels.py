@@ -13,7 +13,7 @@ if BACKEND != "jax":
 
 import jax
 
-from unisono.engines.jax_kernels import leave_kernels, use_kernels
+from unisono.backends.jax.cpu_layers import leave_kernels, use_kernels
 
 
 def with_kernels(layer):

@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import pytest
 
-from unisono.launch.meeting import Meeting
+from unisono.launch.rendezvous import Meeting
 
 pytestmark = [
     pytest.mark.skipif(keras.backend.backend() != "jax", reason="about JAX's processes"),
@@ -193,7 +193,9 @@ def services(run: Run) -> list[int]:
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            is_service = b"unisono.engines.jax_service" in (folder / "cmdline").read_bytes()
+            is_service = (
+                b"unisono.backends.jax.coordination_service" in (folder / "cmdline").read_bytes()
+            )
             if is_service and run.meeting.address.encode() in (folder / "environ").read_bytes():
                 found.append(int(folder.name))
         except OSError:

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 import unisono
-from unisono.engines.keras_internals import partial_batches, torch_device
+from unisono.keras_internals import partial_batches, torch_device
 
 BACKEND = keras.backend.backend()
 X, Y = np.ones((6, 4), "float32"), np.ones((6, 1), "float32")
@@ -366,9 +366,9 @@ def seeds_as_keras_does(model: Any) -> bool:
 
     keras.utils.set_random_seed(11)
     expected = drawn()
-    lookup("unisono.engines.seeds:set_seed")(12)
+    lookup("unisono.replication.seeds:set_seed")(12)
     others = drawn()
-    lookup("unisono.engines.seeds:set_seed")(11)
+    lookup("unisono.replication.seeds:set_seed")(11)
     return drawn() == expected and others[-1] != expected[-1]
 
 
@@ -1568,9 +1568,9 @@ def test_name_is_as_the_engines_expect(entry, model):
 def test_the_table_is_complete():
     """Private names in the engines' sources are our own, or in the table."""
     package = Path(unisono.__file__).parent
-    rooms = ("engines", "horovod")
-    sources = [path for room in rooms for path in package.glob(f"{room}/*.py")]
-    sources.append(package / "parallel.py")
+    packages = ("backends", "replication", "data", "checkpoint", "horovod")
+    sources = [path for name in packages for path in package.glob(f"{name}/**/*.py")]
+    sources += [package / "parallel.py", package / "keras_internals.py"]
     trees = {
         f"{path.parent.name}.{path.stem}": ast.parse(path.read_text(encoding="utf-8"))
         for path in sources

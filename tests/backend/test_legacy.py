@@ -19,7 +19,7 @@ import pytest
 
 from unisono.cli import main
 from unisono.compat import knowledge
-from unisono.migrate.source import migrate_source
+from unisono.compat.migrate.source import migrate_source
 
 BACKEND = keras.backend.backend()
 HERE = Path(__file__).parent

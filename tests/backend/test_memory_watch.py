@@ -9,7 +9,7 @@ import pytest
 
 import unisono
 from unisono.devices.host_memory import Unused
-from unisono.engines import memory_watch
+from unisono.replication import memory_watch
 
 
 @pytest.mark.parametrize("keeps", [True, False])

@@ -15,9 +15,9 @@ import unisono
 from launching import wait_for
 from unisono.bench import publishing
 from unisono.callbacks import DeviceStats
-from unisono.engines import publishing as publishing_of_fits
-from unisono.events import RankEvents, read_runs
+from unisono.monitor.events import RankEvents, read_runs
 from unisono.monitor.verdict import verdict_on_run
+from unisono.replication import publishing as publishing_of_fits
 
 X, Y = np.ones((64, 4), "float32"), np.ones((64, 1), "float32")
 

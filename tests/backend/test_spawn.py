@@ -12,7 +12,7 @@ from scripts import is_alive, run
 from twins import TOLERANCE, apart, mlp, plain, rows, sgd, state
 
 import unisono
-from unisono.launch.world import current_world
+from unisono.launch.client import current_world
 
 
 def in_a_run(word, *, number):

@@ -11,8 +11,8 @@ if BACKEND != "tensorflow":
 
 import tensorflow as tf
 
-from unisono.engines import tensorflow_batch_norm
-from unisono.engines.tensorflow_kernels import leave_kernels, use_kernels
+from unisono.backends.tensorflow import cpu_batch_norm as tensorflow_batch_norm
+from unisono.backends.tensorflow.cpu_layers import leave_kernels, use_kernels
 
 
 def with_kernels(layer):

@@ -16,9 +16,9 @@ import tensorflow as tf
 from keras.src.backend.tensorflow import trainer
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
-from unisono.engines.tensorflow_feed import Shares
-from unisono.engines.world_arrays import SharedArrays
-from unisono.engines.world_feed import Feed
+from unisono.backends.tensorflow.feed import Shares
+from unisono.data.arrays import SharedArrays
+from unisono.data.feed import Feed
 
 DENSE = np.arange(33, dtype="float32").reshape(11, 3)
 EMPTY = DENSE[:0]
@@ -41,7 +41,7 @@ def adapter_of(x, **options):
 
 def shares_of(rank, x, **options):
     """What one of two processes reads of arrays that are given to all."""
-    feed = Feed(SimpleNamespace(size=2, rank=rank, seed=7), needs_even_shares=False)
+    feed = Feed(SimpleNamespace(size=2, rank=rank, seed=7), needs_even_shards=False)
     return Shares(SharedArrays(adapter_of(x, **options), feed))
 
 

@@ -13,7 +13,7 @@ if BACKEND != "tensorflow":
 
 import tensorflow as tf
 
-from unisono.engines.tensorflow_kernels import leave_kernels, use_kernels
+from unisono.backends.tensorflow.cpu_layers import leave_kernels, use_kernels
 
 
 def with_kernels(layer):

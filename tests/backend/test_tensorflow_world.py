@@ -19,7 +19,7 @@ if keras.backend.backend() != "tensorflow":
 
 import tensorflow as tf
 
-from unisono.engines.tensorflow_keys import padded_length
+from unisono.backends.tensorflow.instance_keys import padded_length
 
 PROGRAM = Path(__file__).with_name("tensorflow_world_program.py")
 SIZE = 3
@@ -189,10 +189,12 @@ def test_tensorflow_that_has_started_cannot_join(tmp_path):
 
 def test_nothing_is_imported_that_imports_keras():
     """The engine joins while Keras itself is being imported."""
-    allowed = {"tensorflow_group", "tensorflow_keys", "tensorflow_files", "patches"}
-    for name in ("tensorflow_world", *allowed):
-        module = importlib.import_module(f"unisono.engines.{name}")
+    package = "backends.tensorflow"
+    allowed = {f"{package}.{name}" for name in ("process_group", "instance_keys", "files")}
+    allowed.add("patches")
+    for name in (f"{package}.distributed", *allowed):
+        module = importlib.import_module(f"unisono.{name}")
         source = Path(module.__file__).read_text()
         assert re.findall(r"^(?:import|from) keras", source, re.MULTILINE) == []
-        ours = set(re.findall(r"^from unisono\.engines\.(\w+)", source, re.MULTILINE))
+        ours = set(re.findall(r"^from unisono\.(backends\.[\w.]+|patches)", source, re.MULTILINE))
         assert ours <= allowed

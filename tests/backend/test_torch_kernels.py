@@ -13,7 +13,7 @@ if BACKEND != "torch":
 
 import torch
 
-from unisono.engines.torch_kernels import leave_kernels, use_kernels
+from unisono.backends.torch.cpu_layers import leave_kernels, use_kernels
 
 # More rows than one piece of a sum has, and a last piece of its own size.
 SHAPES = [(3, 5, 4, 6), (70, 9, 7, 5), (1, 50, 60, 3)]

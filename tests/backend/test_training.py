@@ -16,7 +16,8 @@ import pytest
 from scripts import run, start
 
 import unisono
-from unisono import schedules, train_command, training
+from unisono import schedules, training
+from unisono.cli import train as train_command
 from unisono.training import recorder
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"

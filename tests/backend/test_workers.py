@@ -164,7 +164,7 @@ class OfTwo(Exception):
 
 
 def test_an_exception_that_cannot_be_sent_is_told_by_its_traceback():
-    from unisono.engines.torch_team import worker_error
+    from unisono.backends.torch.worker_pool import worker_error
 
     error = worker_error(2, pickle.dumps(OfTwo("one", "another")), "OfTwo: one and another")
     assert isinstance(error, unisono.WorkerError)

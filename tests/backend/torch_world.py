@@ -12,7 +12,7 @@ import torch
 from twins import mlp, rows, sgd, state
 
 import unisono
-from unisono.engines import load_engine
+from unisono.backends import load_backend
 
 DTYPES = ("float16", "float32", "float64", "bfloat16", "uint8", "int8", "int16", "int32", "int64")
 OPS = ("sum", "min", "max", "product")
@@ -31,7 +31,7 @@ def found_by_each() -> dict[str, Any]:
 
 
 def collectives(ranks: Any = None) -> Any:
-    return load_engine("torch").collectives(ranks)
+    return load_backend("torch").collectives(ranks)
 
 
 def plain(value: Any) -> Any:
@@ -49,23 +49,23 @@ def reduced() -> dict[Any, Any]:
     results = {}
     for op in OPS:
         own = [torch.tensor([rank() + 1, 3], dtype=getattr(torch, name)) for name in DTYPES]
-        totals = every.reduce([*own, torch.tensor(2.0 + rank())], op)
+        totals = every.all_reduce([*own, torch.tensor(2.0 + rank())], op)
         assert [t.dtype for t in totals] == [*(o.dtype for o in own), torch.float32]
         results[op] = plain(totals)
-        truths = every.reduce([torch.tensor([True, rank() == 1, False])], op)
+        truths = every.all_reduce([torch.tensor([True, rank() == 1, False])], op)
         results[op, "bool"] = plain(truths)
     transposed = torch.arange(6.0).view(2, 3).T
-    results["transposed"] = plain(every.reduce([transposed, torch.empty(0, 4)], "sum"))
+    results["transposed"] = plain(every.all_reduce([transposed, torch.empty(0, 4)], "sum"))
     return results
 
 
 def gathered() -> dict[str, Any]:
     every = collectives()
     by_type = {
-        name: plain(every.gather(torch.full((rank(), 2), rank(), dtype=getattr(torch, name))))
+        name: plain(every.all_gather(torch.full((rank(), 2), rank(), dtype=getattr(torch, name))))
         for name in (*DTYPES, "bool")
     }
-    scalars = every.gather(torch.tensor(float(rank())))
+    scalars = every.all_gather(torch.tensor(float(rank())))
     return {"by type": by_type, "scalars": plain(scalars)}
 
 
@@ -93,7 +93,7 @@ def of_some() -> Any:
         return None
     some = collectives(SUBSET)
     assert collectives(reversed(SUBSET)).rank == some.rank
-    return some.rank, some.size, plain(some.gather(torch.tensor([rank()])))
+    return some.rank, some.size, plain(some.all_gather(torch.tensor([rank()])))
 
 
 def refused() -> list[str]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unisono.launch.meeting import Meeting
+from unisono.launch.rendezvous import Meeting
 
 _CHOICES = ("UNISONO_", "HOROVOD_")
 

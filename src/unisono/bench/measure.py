@@ -23,7 +23,7 @@ from unisono.bench.case import Case, Results, run_case
 from unisono.bench.cases import CASES
 from unisono.bench.cell import Cell, read_cells
 from unisono.bench.compare import largest_deviation
-from unisono.launch.world import current_world
+from unisono.launch.client import current_world
 
 
 def cases_like(patterns: str) -> list[Case]:

@@ -21,8 +21,8 @@ _NUM_RECORDS = 2_000
 
 def main() -> None:
     from unisono.devices import choose
-    from unisono.engines.publishing import Publish
-    from unisono.events import EventFile
+    from unisono.monitor.events import EventFile
+    from unisono.replication.publishing import Publish
 
     with temporary_folder("unisono-bench-") as folder:
         placement = choose(replicas=1, gpus=None, num_visible_gpus=0)

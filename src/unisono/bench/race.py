@@ -22,7 +22,7 @@ from unisono.bench.nets import NUM_STEPS, PER_REPLICA
 from unisono.devices import Policy
 from unisono.devices.host_memory import KEEP, TUNABLES
 from unisono.errors import BenchError
-from unisono.launch.guard import Guard
+from unisono.launch.orphan_guard import Guard
 from unisono.launch.plan import seats
 from unisono.scratch import temporary_folder
 

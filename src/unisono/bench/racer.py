@@ -98,7 +98,7 @@ class Told:
     """A pass that also tells where its time went."""
 
     def __init__(self, model: Any, fit: Pass) -> None:
-        from unisono.launch.world import current_world
+        from unisono.launch.client import current_world
 
         self._model = model
         self._fit = fit

@@ -16,7 +16,7 @@ from pathlib import Path
 from unisono.bench.race import Lap, Race
 from unisono.devices import format_replicas
 from unisono.errors import BenchError
-from unisono.events import Progress, read_runs
+from unisono.monitor.events import Progress, read_runs
 from unisono.scratch import temporary_folder
 
 _LOOK_S = 0.2

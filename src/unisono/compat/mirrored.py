@@ -5,7 +5,7 @@ from typing import Any
 
 from unisono.compat.device_names import parse_devices
 from unisono.devices import Placement
-from unisono.launch.world import current_world
+from unisono.launch.client import current_world
 from unisono.strategy import Strategy
 
 

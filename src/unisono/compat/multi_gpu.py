@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from unisono.errors import DeviceError
-from unisono.launch.world import current_world
+from unisono.launch.client import current_world
 from unisono.parallel import count_gpus, parallel
 
 if TYPE_CHECKING:

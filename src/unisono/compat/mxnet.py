@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.devices import Placement
 from unisono.errors import DeviceError
-from unisono.launch.world import current_world
+from unisono.launch.client import current_world
 from unisono.parallel import check_model, parallel, spread
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ class Alone:
     rank = 0
     size = 1
 
-    def reduce(self, tensors: Sequence[Any], op: str) -> list[Any]:
+    def all_reduce(self, tensors: Sequence[Any], op: str) -> list[Any]:
         return list(tensors)
 
-    def gather(self, tensor: Any) -> list[Any]:
+    def all_gather(self, tensor: Any) -> list[Any]:
         return [tensor]
 
     def broadcast(self, tensors: Sequence[Any], root: int) -> list[Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from unisono.engines import Collectives, load_engine
+from unisono.backends import Collectives, load_backend
 from unisono.horovod import timeline
 from unisono.horovod.alone import Alone
 from unisono.horovod.negotiation import executed, negotiate
@@ -69,7 +69,7 @@ def take_part(
     if request.kind == "allreduce":
         results = _allreduce(engine, request, tensors)
     elif request.kind == "allgather":
-        results = [_join_rows(engine.gather(tensor)) for tensor in tensors]
+        results = [_join_rows(engine.all_gather(tensor)) for tensor in tensors]
     elif request.kind == "broadcast":
         assert request.root is not None
         results = list(engine.broadcast(tensors, process_set.ranks.index(request.root)))
@@ -133,7 +133,7 @@ def _engine(process_set: ProcessSet) -> Collectives:
     """The backend's collectives among the processes of a set."""
     if world_of_session() is None or len(process_set.ranks) == 1:
         return Alone()
-    engine = load_engine(keras.backend.backend())
+    engine = load_backend(keras.backend.backend())
     everyone = len(process_set.ranks) == session().size
     return engine.collectives(None if everyone else process_set.ranks)
 
@@ -149,7 +149,7 @@ def _allreduce(engine: Collectives, request: Request, tensors: Sequence[Any]) ->
 def _reduce(engine: Collectives, request: Request, tensors: Sequence[Any]) -> list[Any]:
     before, after = request.scales
     op = "sum" if request.op == "Average" else request.op.lower()
-    results = engine.reduce([scale(tensor, before) for tensor in tensors], op)
+    results = engine.all_reduce([scale(tensor, before) for tensor in tensors], op)
     if request.op == "Average":
         results = [divide(result, engine.size) for result in results]
     return [scale(result, after) for result in results]

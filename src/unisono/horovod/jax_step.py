@@ -8,10 +8,10 @@ from typing import Any
 
 import jax
 
-from unisono.engines.hooks import bind, original
-from unisono.engines.keras_internals import jax_function
 from unisono.errors import ModelError
+from unisono.hooks import bind, original
 from unisono.horovod.gradients import GradientReduction
+from unisono.keras_internals import jax_function
 
 
 def train_in_parts(model: Any, reduction: GradientReduction) -> None:

@@ -14,9 +14,9 @@ from typing import Any
 
 import keras
 
-from unisono.engines.hooks import unbind
-from unisono.engines.patches import Patch
 from unisono.errors import ModelError
+from unisono.hooks import unbind
+from unisono.patches import Patch
 
 REDUCTION = "_unisono_horovod"
 _PARALLEL = "_unisono"

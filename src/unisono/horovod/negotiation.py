@@ -16,7 +16,7 @@ from unisono.horovod.frameworks import disagreement
 from unisono.horovod.process_sets import ProcessSet
 from unisono.horovod.requests import JOIN, Request, difference
 from unisono.horovod.session import session, world_of_session
-from unisono.launch.world import World
+from unisono.launch.client import World
 
 _TOPIC = "a collective of unisono.horovod"
 
@@ -126,7 +126,7 @@ def _agreed(
 def _exchange(world: World, request: Request, value: Any, process_set: ProcessSet) -> list[Any]:
     ranks = None if process_set.process_set_id == 0 else process_set.ranks
     try:
-        return world.exchange(_TOPIC, value, ranks)
+        return world.all_gather(_TOPIC, value, ranks)
     except UnisonoError as error:
         raise type(error)(f"{request.title}: {error}") from error
 

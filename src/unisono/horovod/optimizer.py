@@ -10,7 +10,7 @@ from typing import Any
 
 import keras
 
-from unisono.engines.hooks import bind, original
+from unisono.hooks import bind, original
 from unisono.horovod.builds import rocm_built
 from unisono.horovod.compression import Compression, Compressor
 from unisono.horovod.frameworks import check_not_traced

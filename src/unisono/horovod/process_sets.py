@@ -139,7 +139,7 @@ def _agree(what: str, ranks: list[int]) -> None:
     world = world_of_session()
     if world is None:
         return
-    every = world.exchange(f"hvd.{what}", ranks)
+    every = world.all_gather(f"hvd.{what}", ranks)
     for rank, other in enumerate(every):
         if other != every[0]:
             raise DisagreementError(

@@ -5,8 +5,8 @@ alike. With Horovod's interface each process shuffles data of its own, and all o
 same batches would make every step the step of one.
 """
 
-from unisono.engines.seeds import set_seed
-from unisono.launch.world import current_world
+from unisono.launch.client import current_world
+from unisono.replication.seeds import set_seed
 
 _STRIDE = 1_000_003
 

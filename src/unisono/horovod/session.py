@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from unisono.launch.world import World, current_world
+from unisono.launch.client import World, current_world
 from unisono.topology import topology
 
 
@@ -43,7 +43,7 @@ def open_session(note: Any) -> list[Any]:
         _session = Session()
         return [note]
     place = [facts.node, facts.local_rank, facts.local_size]
-    answers = world.exchange("hvd.init()", [place, note])
+    answers = world.all_gather("hvd.init()", [place, note])
     places = [tuple(answer[0]) for answer in answers]
     peers = [rank for rank, other in enumerate(places) if other[1] == facts.local_rank]
     _session = Session(

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from unisono.errors import LaunchError
+from unisono.launch.client import connect
 from unisono.launch.network import join_address
 from unisono.launch.server import Connection, Server
 from unisono.launch.wire import Frames, Message, TamperedError
-from unisono.launch.world import connect
 
 _SEND_S = 3.0
 _POLL_S = 0.1

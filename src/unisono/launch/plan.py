@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from unisono.devices import POLICY, REPLICAS, SIMULATED_GPUS, Policy, Selection
 from unisono.devices.host_memory import memory_environment
+from unisono.launch.client import HOST
 from unisono.launch.secret import SECRET
-from unisono.launch.world import HOST
 from unisono.topology import COORDINATOR, JOINED
 
 TIMEOUT = "UNISONO_TIMEOUT"

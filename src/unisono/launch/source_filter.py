@@ -18,8 +18,8 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
+from unisono.launch.client import World
 from unisono.launch.network import address_towards, resolve
-from unisono.launch.world import World
 
 _LOOPBACK = ("127.0.0.0/8", "::1/128")
 _SO_ATTACH_FILTER, _SO_ATTACH_REUSEPORT_FILTER = 26, 51
@@ -57,7 +57,7 @@ def source_addresses(
         with contextlib.suppress(OSError):  # No way leads there, so nobody is called there.
             own.add(address_towards(address, 9).partition("%")[0])
     return {
-        each for many in world.exchange("source addresses", sorted(own), ranks) for each in many
+        each for many in world.all_gather("source addresses", sorted(own), ranks) for each in many
     }
 
 

@@ -23,19 +23,19 @@ from unisono.devices import Policy, Selection
 from unisono.devices.cpu import num_cores
 from unisono.errors import LaunchError
 from unisono.launch import network
-from unisono.launch.conduct import Conductor
 from unisono.launch.failure import Outcome
-from unisono.launch.follow import Follower
-from unisono.launch.guard import Guard
-from unisono.launch.meeting import Meeting
 from unisono.launch.modules import check_module
+from unisono.launch.node_follower import Follower
 from unisono.launch.nodes import Hello, Host, Peers, call_host
+from unisono.launch.orphan_guard import Guard
 from unisono.launch.output import OUTCOME, Output, Show
 from unisono.launch.plan import Facts, Seat, seats
-from unisono.launch.ranks import Ranks
+from unisono.launch.preemption_signal import WARNING
+from unisono.launch.process_watch import Watch
+from unisono.launch.processes import Ranks
+from unisono.launch.rendezvous import Meeting
 from unisono.launch.secret import new_secret, secret_of_run, shared_secret
-from unisono.launch.warning import WARNING
-from unisono.launch.watch import Watch
+from unisono.launch.supervisor import Conductor
 from unisono.topology import is_slurm_task
 
 

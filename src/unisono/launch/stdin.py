@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
-from unisono.launch.world import World
+from unisono.launch.client import World
 
 
 class SharedInput(io.TextIOBase):

@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 
 from unisono.devices import Device
-from unisono.events import RankEvents
+from unisono.monitor.events import RankEvents
 
 # A record comes once a second.
 _SILENT_S = 10.0

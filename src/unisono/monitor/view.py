@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from unisono.devices import Device, format_bytes, format_replicas
-from unisono.events import RankEvents
+from unisono.monitor.events import RankEvents
 from unisono.monitor.readings import Readings, Usage
 from unisono.monitor.verdict import (
     is_quiet,

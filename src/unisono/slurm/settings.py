@@ -35,18 +35,18 @@ def defaults(
 ) -> dict[str, Any]:
     """The settings that hold on a cluster, for a partition or the one that they name."""
     clusters = _tables(table, "cluster", source)
-    found = _plain(table, source, is_whole=True)
+    found = _plain(table, source, is_replicated=True)
     here = clusters.get(cluster, {})
-    found |= _plain(here, f"{source}, cluster {cluster}", is_whole=True)
+    found |= _plain(here, f"{source}, cluster {cluster}", is_replicated=True)
     name = partition or found.get("partition")
     for place in (table, here):
         each = _tables(place, "partitions", source).get(name or "", {})
-        found |= _plain(each, f"{source}, partition {name}", is_whole=False)
+        found |= _plain(each, f"{source}, partition {name}", is_replicated=False)
     return found
 
 
-def _plain(table: Mapping[str, Any], source: str, *, is_whole: bool) -> dict[str, Any]:
-    inner = ("cluster", "partitions") if is_whole else ()
+def _plain(table: Mapping[str, Any], source: str, *, is_replicated: bool) -> dict[str, Any]:
+    inner = ("cluster", "partitions") if is_replicated else ()
     found = {}
     for key, value in table.items():
         if key in inner:

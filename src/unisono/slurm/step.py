@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from unisono.errors import LaunchError
-from unisono.launch.foreign import Place, find, first_host, ports_of
+from unisono.launch.environments import Place, find, first_host, ports_of
 from unisono.launch.network import join_address
 from unisono.launch.secret import secret_of_run, shared_secret
 from unisono.topology import Topology, is_slurm_task, read_topology

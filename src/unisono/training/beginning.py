@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from unisono.errors import SettingError, UnisonoError
-from unisono.launch.world import current_world
+from unisono.launch.client import current_world
 from unisono.training.comparison import compare
 from unisono.training.datasets import check_source
 from unisono.training.replicas import (

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from unisono.checkpoint.atomic import replacing
 from unisono.errors import OutputError
-from unisono.replacing import replacing
 
 
 @dataclass(frozen=True)

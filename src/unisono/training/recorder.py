@@ -17,8 +17,8 @@ import keras
 
 from unisono.checks import check_replicas
 from unisono.errors import OutputError, Preempted
-from unisono.launch.warning import warn
-from unisono.launch.world import current_world
+from unisono.launch.client import current_world
+from unisono.launch.preemption_signal import warn
 from unisono.training import plot, tables
 from unisono.training.outputs import write
 from unisono.training.progress import Bar
@@ -149,8 +149,8 @@ class Recorder(keras.callbacks.Callback):
                 raise failure
 
     def _checksum(self) -> str | None:
-        is_whole = self.record["history"] and not self.record["is_interrupted"]
-        if self._run.num_replicas == 1 or not is_whole:
+        is_replicated = self.record["history"] and not self.record["is_interrupted"]
+        if self._run.num_replicas == 1 or not is_replicated:
             return None
         return str(check_replicas(self._trained))
 

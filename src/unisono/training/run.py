@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from unisono.devices import num_gpus, simulated_gpus
 from unisono.errors import DataError, UnisonoError
-from unisono.launch.world import current_world
+from unisono.launch.client import current_world
 from unisono.topology import topology
 from unisono.training.datasets import Form, Split, load
 from unisono.training.replicas import place
@@ -104,13 +104,13 @@ class Run:
         world = current_world()
         # The chief first, as it may have to download what the others then find.
         if world is not None and not world.is_chief:
-            world.exchange(f"data of {name}", None)
+            world.all_gather(f"data of {name}", None)
         try:
             splits = load(form, self.settings.data, self.seed, otherwise)
         except DataError as error:
             self.fail(error)
         if world is not None and world.is_chief:
-            world.exchange(f"data of {name}", None)
+            world.all_gather(f"data of {name}", None)
         return splits
 
     def fail(self, error: UnisonoError) -> NoReturn:
@@ -123,7 +123,7 @@ class Run:
         """Seed every random generator, and choose the numbers that are computed with."""
         import keras
 
-        from unisono.engines.seeds import set_seed
+        from unisono.replication.seeds import set_seed
 
         set_seed(self.seed)
         if self.settings.is_mixed_precision:

@@ -8,7 +8,7 @@ from typing import Any
 from unisono.compat.knowledge import LOADING, METHODS, Method
 from unisono.compat.legacy import files, keys
 from unisono.compat.legacy.lines import announce
-from unisono.launch.world import current_world
+from unisono.launch.client import current_world
 
 _METHODS = {method.old: method for method in METHODS}
 

@@ -1,0 +1,1 @@
+"""Keras' JAX backend: one mesh over the devices of one process or many."""

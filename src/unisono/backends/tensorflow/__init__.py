@@ -1,0 +1,1 @@
+"""Keras' TensorFlow backend: replicas of one process under tf.distribute, or one per process."""

@@ -1,0 +1,75 @@
+"""TensorFlow's own checkpoints and saved models in a run: the chief writes, the others wait.
+
+`tf.train.Checkpoint.save` and `write` and `tf.train.CheckpointManager.save` all end in one method,
+which also runs what keeps the books of a folder. Nobody tells us of checkpoints that a program
+makes, so the method is replaced on the class, in processes of a run only.
+"""
+
+import os
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.checkpoint import checkpoint as checkpoints
+from tensorflow.python.checkpoint import checkpoint_management as management
+
+from unisono.launch.client import World
+from unisono.patches import Patch
+
+# What a manager does to files, besides remembering its checkpoints.
+_BOOKS = [
+    Patch(lambda: management, name, lambda plain: lambda *args, **kwargs: None)
+    for name in ("update_checkpoint_state_internal", "_delete_file_if_exists")
+]
+
+
+def write_once(world: World) -> None:
+    """Have the chief alone write what all processes save to one path, from now on."""
+
+    def writing(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def _write(self: Any, file_prefix: Any, options: Any = None) -> Any:
+            def write() -> Any:
+                return plain(self, file_prefix, options)
+
+            if threading.current_thread() is not threading.main_thread():
+                # An asynchronous save, at no place of the program: nobody could wait for it.
+                return write() if world.is_chief else file_prefix
+            path = _as_chief(world, "tf.train.Checkpoint", file_prefix, write)
+            if path is None:
+                path = file_prefix
+                _note(path, options)
+            return path
+
+        return _write
+
+    def saving(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def save(obj: Any, export_dir: Any, *args: Any, **kwargs: Any) -> Any:
+            def write() -> Any:
+                return plain(obj, export_dir, *args, **kwargs)
+
+            return _as_chief(world, "tf.saved_model.save", export_dir, write)
+
+        return save
+
+    Patch(lambda: checkpoints.Checkpoint, "_write", writing).apply()
+    Patch(lambda: tf.saved_model, "save", saving).apply()
+
+
+def _as_chief(world: World, what: str, path: Any, write: Callable[[], Any]) -> Any:
+    # Not before: it imports Keras, which must not happen while TensorFlow joins.
+    from unisono.checkpoint.chief_files import write_as_chief
+
+    return write_as_chief(world, f"{what} {os.fspath(path)}", write)
+
+
+def _note(path: Any, options: Any) -> None:
+    """Let a manager remember a checkpoint that the chief has written, and leave its files alone."""
+    found = getattr(options, "experimental_write_callbacks", None) or []
+    managers = [act for act in found if act.__module__ == management.__name__]
+    with ExitStack() as stack:
+        for patch in _BOOKS:
+            stack.enter_context(patch.applied())
+        for act in managers:
+            act(path)

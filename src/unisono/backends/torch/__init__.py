@@ -1,0 +1,1 @@
+"""Keras' PyTorch backend: one process per replica."""

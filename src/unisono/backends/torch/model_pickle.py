@@ -1,0 +1,254 @@
+"""Carry a model to another process: its structure as a pickle, its values apart.
+
+Keras' own pickling goes through its file format and fails on classes that are not registered, so
+Keras objects are taken apart by their attributes instead, and cloudpickle brings the classes and
+functions of the user's script along. The values of variables are left out: both sides list them in
+the same order, and they travel as tensors.
+"""
+
+import io
+import pickle
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import cloudpickle
+import keras
+import numpy as np
+import torch
+from keras.src.models.functional import Functional
+from keras.src.models.model import inject_functional_model_class
+from keras.src.saving.keras_saveable import KerasSaveable
+from keras.src.utils import tracking
+from keras.src.utils.backend_utils import DynamicBackend
+
+from unisono.backends.torch.attribute_path import path_of
+from unisono.errors import ModelError
+from unisono.keras_internals import torch_device
+from unisono.pickling import reduce_module
+from unisono.replication.introspection import optimizers_of, rename_variables, with_inner
+
+# What a training call leaves on a model and a replica must not get: functions made for this
+# process, and objects that lead to the data.
+_LEFT_BEHIND = {
+    "train_function",
+    "test_function",
+    "predict_function",
+    "history",
+    "stop_training",
+    "stop_evaluating",
+    "stop_predicting",
+    "_eval_epoch_iterator",
+    "_unisono",
+}
+_STACK_BYTES = 512 * 2**20  # Reserved, not used up: the system hands out pages as they are touched.
+_NUM_LATEST = 100
+# What lookup layers hold, which look up by TensorFlow on every backend.
+_TABLES = ("StaticHashTable", "MutableHashTable")
+_TRACKED = (tracking.TrackedList, tracking.TrackedDict, tracking.TrackedSet)
+
+
+def pack(model: keras.Model) -> bytes:
+    """The structure of a model, compiled state included, without its values."""
+    buffer = io.BytesIO()
+    content = (model, carried_variables(model), _settings())
+    packer = _Packer(buffer, model)
+    try:
+        _with_deep_stack(lambda: packer.dump(content))
+    except Exception as error:  # Whatever an object raises that is asked to pickle itself.
+        raise _cannot_send(model, packer, error) from error
+    return buffer.getvalue()
+
+
+def _cannot_send(model: keras.Model, packer: "_Packer", error: Exception) -> ModelError:
+    found = path_of(model, reversed(packer.latest), _attributes)
+    where = f"{found[0]} is a {type(found[1]).__name__}: " if found else ""
+    return ModelError(
+        f"The model {model.name!r} cannot be sent to the processes of the other replicas, since "
+        f"not all of it can be pickled: {where}{error}. Keep open files, locks, generators and the "
+        "like off the model, its layers, losses and optimizer, or start the program with `unisono "
+        "run --replicas N`: every process then makes its own model, and nothing is pickled."
+    )
+
+
+def unpack(data: bytes) -> tuple[keras.Model, list[keras.Variable]]:
+    """A model and its variables, in the order of `carried_variables`, with values not yet set."""
+    model, variables, settings = _Unpacker(io.BytesIO(data)).load()
+    _apply(settings)
+    _renumber(model)
+    return model, variables
+
+
+def carried_variables(model: keras.Model) -> list[keras.Variable]:
+    """The variables that all replicas must agree on: the model's and its optimizers'."""
+    variables = list(model.variables)
+    for optimizer in optimizers_of(model):
+        variables += optimizer.variables
+    return variables
+
+
+class _Packer(cloudpickle.Pickler):  # type: ignore[misc, unused-ignore]
+    def __init__(self, buffer: io.BytesIO, model: keras.Model) -> None:
+        super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
+        variables = [*carried_variables(model), *model.metrics_variables]
+        self._parameters = {id(v._value): v for v in variables if v._value is not None}
+        self.latest: deque[Any] = deque(maxlen=_NUM_LATEST)
+        """The objects that were taken apart last, for an error to name."""
+
+    def persistent_id(self, obj: Any) -> Any:
+        variable = self._parameters.get(id(obj)) if isinstance(obj, torch.Tensor) else None
+        if variable is None:
+            return None
+        return id(obj), tuple(obj.shape), obj.dtype, obj.requires_grad
+
+    def reducer_override(self, obj: Any) -> Any:
+        self.latest.append(obj)
+        if isinstance(obj, type):
+            return super().reducer_override(obj)
+        if (module := reduce_module(obj)) is not None:
+            return module
+        if isinstance(obj, Functional):
+            return (
+                _blank_functional,
+                (type(obj),),
+                dict(_attributes(obj)),
+                None,
+                None,
+                _set_attributes,
+            )
+        if isinstance(obj, KerasSaveable):
+            return _blank, (type(obj),), dict(_attributes(obj)), None, None, _set_attributes
+        if isinstance(obj, DynamicBackend):
+            return DynamicBackend, (obj._backend,)
+        if isinstance(obj, _TRACKED):
+            content = (vars(obj), list(obj.items()) if isinstance(obj, dict) else list(obj))
+            return _blank, (type(obj),), content, None, None, _set_tracked
+        if type(obj).__name__ in _TABLES and isinstance(obj, _table_classes()):
+            return _table, (type(obj).__name__, *_content_of(obj))
+        return super().reducer_override(obj)
+
+
+class _Unpacker(pickle.Unpickler):
+    """Only ever reads what `_Packer` wrote in the process that started this one."""
+
+    def __init__(self, buffer: io.BytesIO) -> None:
+        super().__init__(buffer)
+        self._parameters: dict[int, torch.nn.Parameter] = {}
+
+    def persistent_load(self, key: Any) -> torch.nn.Parameter:
+        number, shape, dtype, requires_grad = key
+        if number not in self._parameters:
+            tensor = torch.zeros(shape, dtype=dtype, device=torch_device())
+            self._parameters[number] = torch.nn.Parameter(tensor, requires_grad=requires_grad)
+        return self._parameters[number]
+
+
+def _with_deep_stack(function: Callable[[], Any]) -> None:
+    """Run a function that descends from layer to layer, however many there are."""
+    errors = []
+
+    def run() -> None:
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    limit, stack = sys.getrecursionlimit(), threading.stack_size(_STACK_BYTES)
+    sys.setrecursionlimit(max(limit, 200_000))
+    try:
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    finally:
+        threading.stack_size(stack)
+        sys.setrecursionlimit(limit)
+    if errors:
+        raise errors[0]
+
+
+def _attributes(obj: Any) -> Iterator[tuple[str, Any]]:
+    for name, value in vars(obj).items():
+        if name in _LEFT_BEHIND or getattr(value, "is_unisono_hook", False):
+            continue
+        yield name, value
+
+
+def _blank(cls: type) -> Any:
+    # Neither __init__ nor a class's own __new__: both may want arguments.
+    base: Any = next((kind for kind in (list, dict, set) if issubclass(cls, kind)), object)
+    return base.__new__(cls)
+
+
+def _blank_functional(cls: type) -> Any:
+    # Keras makes a user's class a functional one when it is called with inputs and outputs, which
+    # a class that was imported here has never been.
+    if not issubclass(cls, Functional):
+        inject_functional_model_class(cls)
+    return _blank(cls)
+
+
+def _set_attributes(obj: Any, attributes: dict[str, Any]) -> None:
+    vars(obj).update(attributes)
+
+
+def _set_tracked(obj: Any, content: tuple[dict[str, Any], list[Any]]) -> None:
+    attributes, items = content
+    vars(obj).update(attributes)
+    # Not through the object's own methods: they would report each item to the tracker again.
+    if isinstance(obj, list):
+        list.extend(obj, items)
+    elif isinstance(obj, dict):
+        dict.update(obj, items)
+    else:
+        set.update(obj, items)
+
+
+def _table_classes() -> tuple[type, ...]:
+    import tensorflow as tf
+
+    return tf.lookup.StaticHashTable, tf.lookup.experimental.MutableHashTable
+
+
+def _content_of(table: Any) -> tuple[Any, ...]:
+    keys, values = (np.asarray(part) for part in table.export())
+    order = np.argsort(keys)  # So that the same table gives the same bytes each time.
+    kinds = (table.key_dtype.name, table.value_dtype.name)
+    return *kinds, keys[order], values[order], np.asarray(table._default_value)
+
+
+def _table(kind: str, key_dtype: str, value_dtype: str, keys: Any, values: Any, other: Any) -> Any:
+    import tensorflow as tf
+
+    keys, values = tf.constant(keys, key_dtype), tf.constant(values, value_dtype)
+    if kind == "StaticHashTable":
+        initial = tf.lookup.KeyValueTensorInitializer(keys, values)
+        return tf.lookup.StaticHashTable(initial, other)
+    table = tf.lookup.experimental.MutableHashTable(key_dtype, value_dtype, other)
+    table.insert(keys, values)
+    return table
+
+
+def _renumber(model: keras.Model) -> None:
+    """Optimizers know variables by id, which is another one in this process."""
+    for optimizer in with_inner(optimizers_of(model)):
+        ids = [optimizer._var_key(variable) for variable in optimizer._trainable_variables]
+        places = optimizer._trainable_variables_indices
+        rename_variables(optimizer, {key: ids[place] for key, place in places.items()})
+
+
+def _settings() -> dict[str, Any]:
+    return {
+        "floatx": keras.config.floatx(),
+        "epsilon": keras.config.epsilon(),
+        "image_data_format": keras.config.image_data_format(),
+        "dtype_policy": keras.config.dtype_policy().name,
+    }
+
+
+def _apply(settings: dict[str, Any]) -> None:
+    keras.config.set_floatx(settings["floatx"])
+    keras.config.set_epsilon(settings["epsilon"])
+    keras.config.set_image_data_format(settings["image_data_format"])
+    keras.config.set_dtype_policy(settings["dtype_policy"])

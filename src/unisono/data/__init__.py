@@ -1,0 +1,1 @@
+"""Data of a model: shards of a global batch, and the sources that yield them."""

@@ -1,0 +1,140 @@
+"""Arrays given to a model in a run of several processes: each process reads its own rows.
+
+Keras' own adapter says in which order rows are taken: it is asked to iterate the rows' numbers, so
+that batches and shuffles are exactly those of one device. Then only the share of this process is
+gathered.
+"""
+
+import importlib
+import itertools
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import keras
+import numpy as np
+from keras.src.trainers.data_adapters import array_slicing
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+
+from unisono.data.adapters import changing_arrays
+from unisono.data.feed import Feed, Shard, checksum_of, short
+from unisono.keras_internals import partial_batches
+
+
+class SharedArrays(DataAdapter):
+    """Keras' adapter of arrays, of which one process reads its share."""
+
+    def __init__(self, arrays: ArrayDataAdapter, feed: Feed) -> None:
+        self.arrays = arrays
+        self.feed = feed
+        self.order = ArrayDataAdapter(
+            np.arange(arrays._num_samples), batch_size=arrays._batch_size, shuffle=arrays._shuffle
+        )
+        """The numbers of the rows, in the order that Keras takes them."""
+        self.values = _checksum_of_some(arrays._inputs)
+        """A checksum of values that must be alike in all processes."""
+
+    def get_jax_iterator(self, super_batch: int | None = None) -> Iterator[Any]:
+        shares = self._jax_shares()
+        if super_batch is None:
+            return shares
+        # Shares are no arrays that could be stacked for Keras to run several steps at once.
+        several = iter(lambda: list(itertools.islice(shares, super_batch)), [])
+        return map(partial_batches, several)
+
+    def _jax_shares(self) -> Iterator[Shard]:
+        def convert(sliceable: Any, rows: Any) -> Any:
+            return sliceable.convert_to_jax_compatible(sliceable[rows])
+
+        inputs = array_slicing.convert_to_sliceable(self.arrays._inputs, target_backend="jax")
+        for indices in self.order.get_jax_iterator():
+            yield self.share(inputs, np.asarray(indices), convert)
+
+    def get_torch_dataloader(self) -> "_Loader":
+        def convert(sliceable: Any, rows: Any) -> Any:
+            found = sliceable.convert_to_torch_compatible(sliceable[rows])
+            return keras.ops.convert_to_tensor(found)
+
+        inputs = array_slicing.convert_to_sliceable(self.arrays._inputs, target_backend="torch")
+        loader = self.order.get_torch_dataloader()
+        return _Loader(loader, lambda found: self.share(inputs, found.cpu().numpy(), convert))
+
+    def get_tf_dataset(self) -> Any:
+        feed = importlib.import_module("unisono.backends.tensorflow.feed")
+        return feed.Shares(self)
+
+    def share(self, inputs: Any, indices: Any, convert: Callable[[Any, Any], Any]) -> Shard:
+        """This process' rows of a global batch that has the rows of these numbers."""
+        start, stop, is_replicated = self.feed.bounds(len(indices))
+        own = indices[start:stop]
+        # In order they are a slice, which reads without copying.
+        is_slice = not self.arrays._shuffle and len(own)
+        rows = slice(int(own[0]), int(own[-1]) + 1) if is_slice else own
+        data = keras.tree.map_structure(
+            lambda sliceable: None if sliceable is None else convert(sliceable, rows), inputs
+        )
+        checksum = short(zlib.crc32(indices.tobytes(), self.values))
+        return Shard(data, len(indices), is_replicated, checksum)
+
+    def on_epoch_begin(self) -> None:
+        self.arrays.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        self.arrays.on_epoch_end()
+
+    @property
+    def num_batches(self) -> Any:
+        return self.arrays.num_batches
+
+    @property
+    def batch_size(self) -> Any:
+        return self.arrays.batch_size
+
+    @property
+    def has_partial_batch(self) -> Any:
+        return self.arrays.has_partial_batch
+
+    @property
+    def partial_batch_size(self) -> Any:
+        return self.arrays.partial_batch_size
+
+
+def _checksum_of_some(arrays: Any) -> int:
+    """A checksum of evenly spread rows of some arrays, whatever their kinds."""
+    total = 0
+    for leaf in keras.tree.flatten(arrays):
+        try:
+            total = zlib.crc32(str(checksum_of(leaf)).encode(), total)
+        except (TypeError, ValueError, LookupError, AttributeError, RuntimeError):
+            continue  # Sparse or ragged: the number of rows is compared, and the dense arrays.
+    return short(total)
+
+
+class _Loader:
+    """A loader of row numbers as a loader of rows; it can be iterated again."""
+
+    def __init__(self, loader: Any, convert: Callable[[Any], Shard]) -> None:
+        self._loader = loader
+        self._convert = convert
+
+    def __iter__(self) -> Iterator[Shard]:
+        return map(self._convert, self._loader)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+
+def serving(feed: Feed) -> AbstractContextManager[None]:
+    """Have arrays that Keras is given inside shared between the processes."""
+    return changing_arrays(lambda adapter: SharedArrays(adapter, feed))
+
+
+def unshared(
+    iterator: Any, plain: Callable[[Shard], Any] = lambda share: share.data
+) -> Iterator[tuple[Any, Any, list[Any]]]:
+    """Keras' epoch iterator with plain data in place of shares, to build a model by."""
+    for begin, end, found in iterator:
+        data = found[0] if isinstance(found, (list, tuple)) else next(found)
+        yield begin, end, [plain(data) if isinstance(data, Shard) else data]

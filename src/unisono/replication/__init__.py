@@ -1,0 +1,1 @@
+"""The exactness algorithm of backends whose replicas see only their own rows."""

@@ -1,0 +1,69 @@
+"""Training that makes room when it is warned: callbacks are told, and the program ends.
+
+All processes of a run stop before the same step, with the weights of the one before. A callback
+may have a method `on_preempt(logs)`, in which to save what it needs.
+"""
+
+import os
+import sys
+from typing import Any
+
+import keras
+import numpy as np
+
+from unisono.errors import Preempted
+from unisono.launch.client import current_world
+from unisono.launch.preemption_signal import REQUEUE, heed, is_preempting
+
+
+class MakeRoom:
+    """Looks for a warning before each step."""
+
+    def __init__(self, callbacks: list[Any]) -> None:
+        self._told = [callback for callback in callbacks if hasattr(callback, "on_preempt")]
+        self._is_said = False
+        self._model: Any = None
+        self._plain: Any = None
+
+    def begin(self, model: Any) -> None:
+        self._model = model
+        self._plain = model.train_function
+        heed(True)
+
+    def before(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        world = current_world()
+        if is_preempting() if world is None else world.is_preempting:
+            self._leave()
+        return args
+
+    def after(self, result: Any) -> None:
+        pass
+
+    def end(self, error: BaseException | None) -> None:
+        if self._model is not None:
+            heed(False)
+        self._model = None
+
+    def _leave(self) -> None:
+        world = current_world()
+        is_speaker = world is None or world.is_chief
+        if not self._told and not os.environ.get(REQUEUE):
+            if not self._is_said and is_speaker:
+                _say(
+                    "this run is about to be ended. No callback has a method on_preempt(logs), and "
+                    "nothing starts it again, so it goes on while it can."
+                )
+            self._is_said = True
+            return
+        self._model.train_function = self._plain
+        found = self._model.get_metrics_result()
+        logs = {name: np.asarray(keras.ops.convert_to_numpy(v)).item() for name, v in found.items()}
+        for callback in self._told:
+            callback.on_preempt(logs)
+        if is_speaker:
+            _say("training has made room.")
+        raise Preempted
+
+
+def _say(text: str) -> None:
+    print(f"\nunisono: {text}", file=sys.stderr, flush=True)
