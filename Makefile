@@ -33,7 +33,7 @@ INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints-tes
 REQUIREMENTS := pyproject.toml constraints-test.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-rooms $(BACKENDS:%=test-%) lint format clean
+.PHONY: help demo test test-unit exactness $(BACKENDS:%=test-%) lint format clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -44,7 +44,7 @@ demo: $(DEMO_STAMP)
 	  --output $(DEMO_OUTPUT) $(DEMO_ARGS)
 	@echo "All of it is in $(abspath $(DEMO_OUTPUT))"
 
-# A process has one Keras backend, so tests/backend runs once for each of them, two at a time; -O
+# A process has one Keras backend, so tests/backend and tests/exactness run once for each of them, two at a time; -O
 # keeps what they print apart. SLOW=1 adds the tests that are marked slow, as .ci/run does.
 # COVERAGE=1 measures coverage, which takes half as long again. XLA need not optimize tiny nets.
 COVERAGE ?=
@@ -56,14 +56,18 @@ PYTEST = COVERAGE_FILE=.coverage.$@ TF_CPP_MIN_LOG_LEVEL=2 \
 
 test: lint $(TEST_STAMP)
 	@rm -f .coverage .coverage.*
-	$(MAKE) --no-print-directory -k -j2 -O $(BACKENDS:%=test-%) test-rooms
+	$(MAKE) --no-print-directory -k -j2 -O $(BACKENDS:%=test-%) test-unit
 	$(if $(COVERAGE),@$(TEST_VENV)/bin/coverage combine -q && $(TEST_VENV)/bin/coverage report)
 
-test-rooms: $(TEST_STAMP)
-	$(PYTEST) --ignore=tests/backend
+test-unit: $(TEST_STAMP)
+	$(PYTEST) tests/unit
 
 $(BACKENDS:%=test-%): test-%: $(TEST_STAMP)
-	KERAS_BACKEND=$* $(PYTEST) tests/backend
+	KERAS_BACKEND=$* $(PYTEST) tests/backend tests/exactness
+
+# The table of docs/exactness.md, measured anew: hours.
+exactness: $(TEST_STAMP)
+	cd tests && ../$(TEST_VENV)/bin/python -m exactness --write ../docs/exactness.md
 
 lint: $(LINT_STAMP)
 	$(TEST_VENV)/bin/ruff check .

@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from launching import Run, end_all, pids_in
 
-HERE = Path(__file__).parent
+SUPPORT = Path(__file__).with_name("support")
+# Programs that tests start import the exactness cases by their package's name.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(SUPPORT.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
 # What runs of tests publish of themselves is nobody's affair.
 os.environ["UNISONO_RUNS"] = ""
 # A shell has its background jobs ignore Ctrl-C, which tests press.
@@ -29,7 +32,7 @@ def build(source: str, library: Path) -> None:
     if compiler is None:
         pytest.skip("there is no C compiler (cc) to build the stand-in driver with")
     name = f"-Wl,-soname,{library.name}"
-    command = [compiler, "-shared", "-fPIC", name, "-o", str(library), str(HERE / source)]
+    command = [compiler, "-shared", "-fPIC", name, "-o", str(library), str(SUPPORT / source)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 

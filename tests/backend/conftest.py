@@ -1,17 +1,6 @@
 """Tests of one Keras backend, the one that KERAS_BACKEND names: run this folder once for each."""
 
-from collections.abc import Callable
-
 import keras
-import pytest
-
-from unisono.bench.case import Case, Results, run_case
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--full", action="store_true", help="every case of the contract on 1, 2, 3 and 4 replicas"
-    )
 
 
 def pytest_configure() -> None:
@@ -24,16 +13,3 @@ def pytest_configure() -> None:
 
 def pytest_report_header() -> str:
     return f"keras {keras.__version__} on {keras.backend.backend()}"
-
-
-@pytest.fixture(scope="session")
-def reference() -> Callable[[Case], Results]:
-    """What plain Keras on one device gives for a case, run once in a session."""
-    results: dict[str, Results] = {}
-
-    def run(case: Case) -> Results:
-        if case.name not in results:
-            results[case.name] = run_case(case, lambda model: model)
-        return results[case.name]
-
-    return run

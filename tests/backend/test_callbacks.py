@@ -13,7 +13,7 @@ from keras import callbacks
 from twins import BACKEND, TOLERANCE, adopted, apart, fit, plain, rows, state, trained, twins
 
 import unisono.callbacks
-from unisono.bench.cases import callbacks as contract
+from exactness.cases import callbacks as contract
 
 # Named by the cases of the contract, or here.
 _LEFT_OUT = {

@@ -23,7 +23,7 @@ from unisono.compat.migrate.source import migrate_source
 
 BACKEND = keras.backend.backend()
 HERE = Path(__file__).parent
-PROGRAMS = HERE.parent / "legacy_programs"
+PROGRAMS = HERE / "legacy_programs"
 CHECKS = HERE / "legacy_checks.py"
 NAMES = re.findall(r"^def (check_\w+)", CHECKS.read_text(), re.MULTILINE)
 TIMEOUT_S = 280

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import keras
 import pytest
-
 from launching import (
     FOREIGN,
     NAMES,

@@ -10,9 +10,9 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
+from launching import wait_for
 
 import unisono
-from launching import wait_for
 from unisono.bench import publishing
 from unisono.callbacks import DeviceStats
 from unisono.monitor.events import RankEvents, read_runs

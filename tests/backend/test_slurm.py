@@ -9,11 +9,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import slurm_program
-
 from slurm_cluster import make_cluster
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.slow]

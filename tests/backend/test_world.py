@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from own_loops import BY_HAND, LOOPS, jax_guide_in_scope, stateful_fit
 
-from unisono.bench.case import FLOAT32
-from unisono.bench.cases import CASES
-from unisono.bench.cell import read_cells
-from unisono.bench.compare import largest_deviation
+from exactness.case import FLOAT32
+from exactness.cases import CASES
+from exactness.cell import read_cells
+from exactness.compare import largest_deviation
 
 HERE = Path(__file__).parent
 BACKEND = keras.backend.backend()
@@ -290,7 +290,7 @@ def measured(names: tuple[str, ...], folder: Path) -> dict[str, Any]:
     out = folder / "cells.jsonl"
     assert {case.name for case in CASES} >= set(names)
     options = ["--out", str(out), "--replicas", "2", "--cases", ",".join(names)]
-    done = run("-m", "unisono.bench.measure", *options)
+    done = run("-m", "exactness.measure", *options)
     assert done.returncode == 0, done.stdout + done.stderr
     return {cell.case: cell for cell in read_cells(out)}
 

@@ -6,11 +6,11 @@ import time
 
 import keras
 import pytest
-from test_world import HERE
-
 from launching import END_S, ended_within, pids_in, wait_for
 from namespaces import make_hosts
-from unisono.bench.cell import read_cells
+from test_world import HERE
+
+from exactness.cell import read_cells
 
 BACKEND = keras.backend.backend()
 PORT = 4000
@@ -50,7 +50,7 @@ def run_on(run):
 def test_hosts_agree_with_one_device(run_on, hosts, tmp_path, per_host):
     out = tmp_path / "cells.jsonl"
     names = ["batch_norm_conv", "rows_47_batch_24"]
-    words = ["-m", "unisono.bench.measure", "--out", out, "--cases", ",".join(names)]
+    words = ["-m", "exactness.measure", "--out", out, "--cases", ",".join(names)]
     started = run_on(hosts, per_host, *words, "--replicas", 2 * per_host)
     ends = [each.wait(PATIENCE_S) for each in started]
     assert [code for code, _, _ in ends] == [0, 0], ends

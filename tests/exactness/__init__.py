@@ -1,0 +1,1 @@
+"""The exactness contract: its cases, and the command that measures the table in the docs."""
