@@ -2,6 +2,7 @@
 
 import importlib as _importlib
 import os as _os
+import warnings as _warnings
 from typing import Any as _Any
 
 from unisono.checks import check_replicas
@@ -9,24 +10,13 @@ from unisono.configuration import configure
 from unisono.devices import Device, devices
 from unisono.devices.host_memory import keep_freed_memory as _keep_freed_memory
 from unisono.errors import (
-    BenchError,
+    ConfigurationError,
     DataError,
-    DeviceError,
-    DisagreementError,
     LaunchError,
-    LegacyError,
-    LegacyImportError,
     ModelError,
     OutputError,
-    PeerLostError,
     Preempted,
-    SettingError,
-    SlurmError,
-    SourceError,
-    StartedError,
-    StrategyError,
     UnisonoError,
-    VersionError,
     WorkerError,
 )
 from unisono.imports import keras_backend as _keras_backend
@@ -48,34 +38,48 @@ _reserve()
 _LATE_ROOMS = ("callbacks", "compat", "schedules")
 
 
-def __getattr__(name: str) -> _Any:
-    if name in _LATE_ROOMS:
-        return _importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-__all__ = [
+# Exported by earlier releases; these classes are in `unisono.errors`.
+_OLD_ERRORS = (
     "BenchError",
-    "DataError",
-    "Device",
     "DeviceError",
     "DisagreementError",
-    "LaunchError",
     "LegacyError",
     "LegacyImportError",
-    "ModelError",
-    "OutputError",
     "PeerLostError",
-    "Preempted",
     "SettingError",
     "SlurmError",
     "SourceError",
     "StartedError",
-    "Strategy",
     "StrategyError",
+    "VersionError",
+)
+
+
+def __getattr__(name: str) -> _Any:
+    if name in _LATE_ROOMS:
+        return _importlib.import_module(f"{__name__}.{name}")
+    if name in _OLD_ERRORS:
+        found = getattr(_importlib.import_module("unisono.errors"), name)
+        _warnings.warn(
+            f"unisono.{name} is deprecated: use unisono.errors.{found.__name__}",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__all__ = [
+    "ConfigurationError",
+    "DataError",
+    "Device",
+    "LaunchError",
+    "ModelError",
+    "OutputError",
+    "Preempted",
+    "Strategy",
     "Topology",
     "UnisonoError",
-    "VersionError",
     "WorkerError",
     "check_replicas",
     "compute_average_loss",

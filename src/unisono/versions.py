@@ -8,7 +8,7 @@ import os
 import re
 import sys
 
-from unisono.errors import VersionError
+from unisono.errors import ConfigurationError
 
 ANY_VERSION = "UNISONO_ANY_VERSION"
 # The newest that all tests passed with; later patches of these are taken as well.
@@ -16,7 +16,7 @@ _TESTED = {"keras": (3, 15), "jax": (0, 10), "tensorflow": (2, 21), "torch": (2,
 
 
 def check_versions(*frameworks: str) -> None:
-    """Raise VersionError where an imported framework is newer than those that were tested."""
+    """Raise ConfigurationError where an imported framework is newer than those that were tested."""
     if os.environ.get(ANY_VERSION, "0") not in ("", "0"):
         return
     for name in frameworks:
@@ -24,7 +24,7 @@ def check_versions(*frameworks: str) -> None:
         found = re.match(r"(\d+)\.(\d+)", version)
         major, minor = _TESTED[name]
         if found is not None and tuple(map(int, found.groups())) > (major, minor):
-            raise VersionError(
+            raise ConfigurationError(
                 f"Found {name} {version}; unisono was tested with {name} up to {major}.{minor}: "
                 f'a newer one may train wrongly without an error. Install "{name}<{major}.'
                 f'{minor + 1}", or a newer unisono, or set {ANY_VERSION}=1 to try it as it is.'

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from unisono.errors import SlurmError
+from unisono.errors import LaunchError
 from unisono.launch.start import check_program
 from unisono.slurm import cluster
 from unisono.slurm.batch import Job, batch_script, check
@@ -128,14 +128,14 @@ def sweep_of(swept: Sequence[str]) -> tuple[tuple[str, ...], ...]:
     for text in swept:
         found = _SWEPT.fullmatch(text)
         if found is None:
-            raise SlurmError(
+            raise LaunchError(
                 f"Asked for --sweep {text!r}. Write the name of an option of the script and its "
                 "values: --sweep learning_rate=0.1,0.01."
             )
         choices.append([f"--{found['name']}={value}" for value in found["values"].split(",")])
     every = tuple(itertools.product(*choices))
     if len(every) > _MOST_TASKS:
-        raise SlurmError(
+        raise LaunchError(
             f"Asked for a sweep of {len(every)} jobs. Sweep fewer values at a time: at most "
             f"{_MOST_TASKS} jobs."
         )
@@ -146,7 +146,7 @@ def _dry(program: tuple[str, ...], given: Mapping[str, Any]) -> str:
     """The script alone, on a machine without Slurm too."""
     try:
         name, found = cluster.cluster_name(), cluster.partitions()
-    except SlurmError:
+    except LaunchError:
         return batch_script(job_of(program, given, cluster_name=""))
     return batch_script(_on_partition(job_of(program, given, cluster_name=name), found))
 
@@ -237,7 +237,7 @@ def _environment(venv: str | None, conda: str | None) -> tuple[str | None, str |
     if venv is not None:
         path = Path(venv).expanduser().absolute()
         if not (path / "bin" / "activate").is_file():
-            raise SlurmError(f"Asked for --venv {venv}; there is no {path}/bin/activate.")
+            raise LaunchError(f"Asked for --venv {venv}; there is no {path}/bin/activate.")
         return str(path), conda, _python(path)
     if conda is not None:
         return None, conda, None

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from unisono.errors import PREEMPTED_CODE, SlurmError
+from unisono.errors import PREEMPTED_CODE, LaunchError
 from unisono.slurm.words import for_option, for_shell
 
 _TIME = re.compile(
@@ -65,14 +65,14 @@ class Job:
 
 
 def check(job: Job) -> Job:
-    """The job, where it makes sense by itself; SlurmError where it does not."""
+    """The job, where it makes sense by itself; LaunchError where it does not."""
     if "/" in job.name or job.name in (".", "..") or job.name.startswith("-"):
-        raise SlurmError(
+        raise LaunchError(
             f"Asked for the job name {job.name!r}. The job's files are named after it: leave out "
             "slashes, and a dash at its beginning."
         )
     if job.venv is not None and job.conda is not None:
-        raise SlurmError("Asked for --venv and --conda. Choose one of the two.")
+        raise LaunchError("Asked for --venv and --conda. Choose one of the two.")
     if job.time is not None:
         limit_s = seconds_of(job.time)
         # Of a short job's time, most is for work.
@@ -100,7 +100,7 @@ def seconds_of(time: str) -> int:
     """
     found = _TIME.fullmatch(time.strip())
     if found is None:
-        raise SlurmError(
+        raise LaunchError(
             f"Asked for --time {time!r}. Write minutes (90), hours (24:00:00) or days "
             "(2-12:00:00), as Slurm does."
         )
@@ -109,21 +109,21 @@ def seconds_of(time: str) -> int:
         if text is not None:
             total += int(text) * _SECONDS[re.sub("^day_|^hour_", "", name)]
     if not total:
-        raise SlurmError(f"Asked for --time {time!r}, which is no time at all.")
+        raise LaunchError(f"Asked for --time {time!r}, which is no time at all.")
     return total
 
 
 def option_of(text: str) -> tuple[str, str | None]:
-    """Name and value of another option of sbatch; SlurmError where it is none, or ours."""
+    """Name and value of another option of sbatch; LaunchError where it is none, or ours."""
     found = _OPTION.fullmatch(text.strip())
     if found is None:
-        raise SlurmError(
+        raise LaunchError(
             f"Asked for --sbatch {text!r}. Give one option by its long name each time: "
             '--sbatch "--mem=32G" --sbatch "--exclusive".'
         )
     name, value = found["name"], found["value"]
     if name in _OURS:
-        raise SlurmError(f"Asked for --sbatch {text!r}. Use {_OURS[name]} of `unisono submit`.")
+        raise LaunchError(f"Asked for --sbatch {text!r}. Use {_OURS[name]} of `unisono submit`.")
     return name, value
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unisono.errors import SlurmError
+from unisono.errors import LaunchError
 from unisono.launch.output import OUTCOME, log_name
 from unisono.slurm.cluster import Status
 
@@ -75,7 +75,7 @@ class Records:
             path = folder / _SCRIPT
             path.write_bytes(script.encode(errors="surrogateescape"))
         except OSError as error:
-            raise SlurmError(
+            raise LaunchError(
                 f"Wanted to keep the batch script in {self._folder}: {error}. Make room there, or "
                 "set XDG_STATE_HOME to a folder that can be written to."
             ) from error
@@ -104,7 +104,7 @@ class Records:
         except (OSError, ValueError, TypeError) as error:
             known = ", ".join(str(each.job) for each in self.all(cluster)[-5:])
             recent = f"The latest are {known}." if known else "There is none yet."
-            raise SlurmError(
+            raise LaunchError(
                 f"Asked for job {job}; it is none that unisono submitted on {cluster} for this "
                 f"user. {recent} For other jobs use squeue and scancel."
             ) from error
