@@ -16,13 +16,11 @@ from typing import Any
 from unisono.errors import LaunchError
 from unisono.imports import after_import, keras_backend
 from unisono.launch.client import World, current_world, enter
-from unisono.launch.plan import START_TIMEOUT
-from unisono.launch.preemption_signal import WARNING, listen
-from unisono.launch.secret import SECRET
+from unisono.launch.plan import start_timeout_s
+from unisono.launch.preemption_signal import PREEMPTION_SIGNAL, handle_signals
+from unisono.launch.wire import SECRET
 from unisono.topology import JOINED, Topology, is_slurm_task, settle, topology
 from unisono.versions import check_versions
-
-_START_TIMEOUT_S = 300.0
 
 
 def join() -> World | None:
@@ -33,7 +31,7 @@ def join() -> World | None:
     _listen(facts)
     if facts.world_size == 1 or current_world() is not None:
         return current_world()
-    timeout_s = float(os.environ.get(START_TIMEOUT) or _START_TIMEOUT_S)
+    timeout_s = start_timeout_s(os.environ)
     if facts.launcher == "unisono":
         secret = os.environ.get(SECRET, "")
         if not facts.coordinator or not secret:
@@ -43,9 +41,9 @@ def join() -> World | None:
             )
     else:
         # Only here: a program that runs alone has no use for a server.
-        from unisono.launch.environments import arrange
+        from unisono.launch.environments import rendezvous
 
-        facts, secret = arrange(facts, os.environ, start_timeout_s=timeout_s)
+        facts, secret = rendezvous(facts, os.environ, start_timeout_s=timeout_s)
         settle(facts)
     world = World(facts, secret, start_timeout_s=timeout_s)
     os.environ[JOINED] = str(os.getpid())
@@ -82,9 +80,9 @@ def _fitted(facts: Topology) -> Topology:
 def _listen(facts: Topology) -> None:
     """Take signals for warnings where somebody may send them as such."""
     if facts.launcher == "unisono":
-        listen(WARNING)
+        handle_signals(PREEMPTION_SIGNAL)
     if is_slurm_task(os.environ):
-        listen(WARNING, signal.SIGTERM)
+        handle_signals(PREEMPTION_SIGNAL, signal.SIGTERM)
 
 
 def is_command(words: Sequence[str]) -> bool:

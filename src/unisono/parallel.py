@@ -12,7 +12,7 @@ from unisono.devices.host_memory import is_kept
 from unisono.errors import ModelError, StrategyError
 from unisono.hooks import bind, original, unbind
 from unisono.launch.client import current_world
-from unisono.launch.preemption_signal import is_listening
+from unisono.launch.preemption_signal import is_handling_signals
 from unisono.monitor.events import runs_folder
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ def _watch_fits(model: Any, placement: Placement) -> None:
     def watchers(callbacks: list[Any], given: dict[str, Any]) -> list[Any]:
         protect_backups(callbacks)
         is_told = any(hasattr(callback, "on_preempt") for callback in callbacks)
-        chosen: list[Any] = [MakeRoom(callbacks)] if is_listening() or is_told else []
+        chosen: list[Any] = [MakeRoom(callbacks)] if is_handling_signals() or is_told else []
         chosen += [callback.steps for callback in callbacks if isinstance(callback, LooksAtSteps)]
         if is_kept(os.environ):
             chosen.append(GiveBack())

@@ -1,7 +1,7 @@
 """Run a function in one fresh process per replica of this machine.
 
 The process that asks is none of the replicas, so a notebook or a program with a model of its own
-is left as it is; it only hosts the meeting point of the run, on loopback.
+is left as it is; it only runs the rendezvous server, on loopback.
 """
 
 import os
@@ -13,18 +13,21 @@ from unisono.devices import Placement, choose, current_policy, num_gpus, select,
 from unisono.devices.cpu import num_cores
 from unisono.errors import StrategyError
 from unisono.imports import keras_backend
-from unisono.launch.answers import collect
 from unisono.launch.client import current_world
 from unisono.launch.network import LOOPBACK, interface_of
-from unisono.launch.plan import START_TIMEOUT, TIMEOUT, Facts, Seat, environment, seats
-from unisono.launch.rendezvous import Meeting
-from unisono.launch.secret import new_secret
-from unisono.launch.workers import Workers
+from unisono.launch.plan import (
+    Facts,
+    Resources,
+    assign_resources,
+    environment,
+    start_timeout_s,
+    timeout_s,
+)
+from unisono.launch.rendezvous import RendezvousServer
+from unisono.launch.wire import new_secret
+from unisono.launch.workers import Workers, collect
 from unisono.parallel import check_call
 from unisono.pickling import dumps
-
-_TIMEOUT_S = 600.0
-_START_TIMEOUT_S = 300.0
 
 
 def spawn(
@@ -57,25 +60,25 @@ def spawn(
     warn_of_cores(placement)
     task = _pack(function, args, kwargs or {})
     secret = new_secret()
-    meeting = Meeting(placement.num_replicas, secret, timeout_s=_seconds(TIMEOUT, _TIMEOUT_S))
+    server = RendezvousServer(placement.num_replicas, secret, timeout_s=timeout_s(os.environ))
     # One seed for all, from this program's own: models that they build then begin alike.
-    meeting.seed = random.randrange(2**31)
+    server.seed = random.randrange(2**31)
     try:
-        return _run(task, placement, _facts(meeting, secret))
+        return _run(task, placement, _facts(server, secret))
     finally:
-        meeting.close()
+        server.close()
 
 
 def _run(task: bytes, placement: Placement, facts: Facts) -> list[Any]:
-    places = _seats(placement)
+    resources = _resources(placement)
     # The search path is not the one that this process was given, but the one it has now.
     given = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     given["KERAS_BACKEND"] = keras_backend()
-    envs = [environment(seat, facts, rank, given) for rank, seat in enumerate(places)]
+    envs = [environment(each, facts, rank, given) for rank, each in enumerate(resources)]
     workers = Workers("unisono.spawned", facts.world_size, [], envs)
     try:
-        for worker, seat in zip(workers, places, strict=True):
-            worker.channel.send((task, seat.cores))
+        for worker, each in zip(workers, resources, strict=True):
+            worker.channel.send((task, each.cores))
         results = collect(workers, "All replicas were ended.")
         workers.end()
         return results
@@ -83,25 +86,25 @@ def _run(task: bytes, placement: Placement, facts: Facts) -> list[Any]:
         workers.kill()
 
 
-def _facts(meeting: Meeting, secret: str) -> Facts:
+def _facts(server: RendezvousServer, secret: str) -> Facts:
     return Facts(
         first_rank=0,
-        world_size=meeting.size,
-        local_size=meeting.size,
+        world_size=server.size,
+        local_size=server.size,
         node=0,
         num_nodes=1,
-        coordinator=meeting.address,
+        coordinator=server.address,
         secret=secret,
         host=LOOPBACK,
         interface=interface_of(LOOPBACK),
-        timeout_s=_seconds(TIMEOUT, _TIMEOUT_S),
-        start_timeout_s=_seconds(START_TIMEOUT, _START_TIMEOUT_S),
+        timeout_s=timeout_s(os.environ),
+        start_timeout_s=start_timeout_s(os.environ),
     )
 
 
-def _seats(placement: Placement) -> list[Seat]:
+def _resources(placement: Placement) -> list[Resources]:
     is_on_cpus = placement.kind == "cpu" and not placement.is_simulated
-    return seats(
+    return assign_resources(
         placement.num_replicas,
         gpus=None if is_on_cpus else select(placement.indices),
         cores=sorted(os.sched_getaffinity(0)),
@@ -109,10 +112,6 @@ def _seats(placement: Placement) -> list[Seat]:
         policy=current_policy(),
         given=os.environ,
     )
-
-
-def _seconds(name: str, default: float) -> float:
-    return float(os.environ.get(name) or default)
 
 
 def _pack(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:

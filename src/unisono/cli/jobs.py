@@ -9,8 +9,7 @@ from typing import Any
 from unisono.errors import LaunchError
 from unisono.slurm import cluster
 from unisono.slurm.cluster import Status
-from unisono.slurm.follow import find_out, follow, tails_of
-from unisono.slurm.records import Record, Records
+from unisono.slurm.jobs import Record, Records, find_out, follow, tails_of
 
 _SHOWN = 20
 _COLUMNS = ("JOB", "NAME", "STATE", "CODE", "TIME", "NODES", "WHERE", "PROGRAM")

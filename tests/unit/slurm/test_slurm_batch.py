@@ -7,10 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.cli.submit import sweep_of
 from unisono.errors import LaunchError
-from unisono.slurm.batch import Job, batch_script, check, option_of, seconds_of
-from unisono.slurm.words import for_option, for_shell, for_variable
+from unisono.slurm.batch import (
+    Job,
+    batch_script,
+    check,
+    for_option,
+    for_shell,
+    for_variable,
+    option_of,
+    seconds_of,
+)
+from unisono.slurm.submission import sweep_of
 
 GUIDE = Job(
     program=("example.py", "--epochs", "20"),
@@ -85,7 +93,7 @@ esac
 
 srun unisono run --log-dir rates_${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID -m my.training \
 "${values[@]}" || code=$?
-if [ "${code:-0}" -eq 75 ]; then  # It made room, and goes on later.
+if [ "${code:-0}" -eq 75 ]; then  # Preempted: continue later.
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "${code:-0}"

@@ -3,7 +3,7 @@
 import pytest
 
 from unisono.errors import LaunchError
-from unisono.slurm.settings import defaults, read_settings
+from unisono.slurm.defaults import defaults, read_settings
 
 WHOLE = """
 nodes = 2

@@ -21,9 +21,8 @@ from unisono.backends.torch.process_group import Group
 from unisono.devices import POLICY, Placement, Policy, current_policy
 from unisono.devices.host_memory import memory_environment
 from unisono.errors import WorkerError
-from unisono.launch.answers import first_cause, worker_error
 from unisono.launch.channel import SharedMemory
-from unisono.launch.workers import Workers
+from unisono.launch.workers import Workers, first_cause, worker_error
 from unisono.scratch import Scratch, sweep
 
 _START_TIMEOUT_S = 180.0
