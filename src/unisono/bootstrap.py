@@ -1,9 +1,10 @@
 """What a process of `unisono run` does before and after the user's program.
 
 Run as a file, by its path: the process is pinned to its cores and tied to its launcher before
-anything that counts cores is imported. Then unisono joins the run, applies the policy for
-memory and threads and makes old names work if it is asked to, and the program runs as `__main__`,
-just as Python itself would run it. What it raises is told to the launcher before the process ends.
+anything that counts cores is imported. Then unisono joins the run, applies the policy for memory
+and threads and makes old names work if requested, and the program runs as `__main__`, just as
+Python itself would run it. What it raises is reported to the launcher before the process ends. Not
+in `launch`, which never imports a backend.
 """
 
 import sys
@@ -29,11 +30,11 @@ from typing import Any
 
 _MOST_CHARACTERS = 100_000
 _LEGACY = "UNISONO_LEGACY"
-_ECHOES = {"PeerLost", "PeerLostError"}
+_CONSEQUENCES = {"PeerLost", "PeerLostError"}
 
 
 def main() -> None:
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # A warning, until somebody can heed it.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # A preemption, until it is handled.
     line_file, dump_file, dump_signal, cores, *program = sys.argv[1:]
     for stream in (sys.stdout, sys.stderr):
         # Whole lines at once, so that those of several processes do not mix; and no later.
@@ -53,14 +54,14 @@ def main() -> None:
         if _has_name(end, {"Preempted"}):
             _send(line, {"kind": "preempted"})
         elif code:
-            _tell(line, end, code)
+            _report(line, end, code)
         else:
             _send(line, {"kind": "ended"})
         raise
     except BaseException as error:
         error.__traceback__ = _own_part(error.__traceback__)
         code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
-        _tell(line, error, code)
+        _report(line, error, code)
         _show(error)
         sys.exit(code)
     _send(line, {"kind": "ended"})
@@ -152,8 +153,8 @@ def _code(end: SystemExit) -> int:
     return end.code & 0xFF if isinstance(end.code, int) else 1
 
 
-def _tell(line: socket.socket, error: BaseException, code: int) -> None:
-    """Tell the launcher what ends this process; it then tells the other processes."""
+def _report(line: socket.socket, error: BaseException, code: int) -> None:
+    """Report what ends this process to the launcher, which informs the other processes."""
     world = sys.modules.get("unisono.launch.client")
     if world is not None and (here := world.current_world()) is not None:
         here.abandon()
@@ -163,8 +164,8 @@ def _tell(line: socket.socket, error: BaseException, code: int) -> None:
 
 
 def _show(error: BaseException) -> None:
-    if _is_echo(error) and sys.excepthook is sys.__excepthook__:
-        # Where it was met does not matter: the launcher shows the traceback of what it is due to.
+    if _is_consequence(error) and sys.excepthook is sys.__excepthook__:
+        # Where it was raised does not matter: the launcher prints the traceback of the cause.
         print(*traceback.format_exception_only(error), sep="", end="", file=sys.stderr)
     else:
         sys.excepthook(type(error), error, error.__traceback__)
@@ -173,7 +174,7 @@ def _show(error: BaseException) -> None:
 def _kind(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return "exit"
-    if _is_echo(error):
+    if _is_consequence(error):
         return "echo"
     return "disagreement" if _has_name(error, {"DisagreementError"}) else "raised"
 
@@ -183,11 +184,11 @@ def _send(line: socket.socket, message: dict[str, Any]) -> None:
         line.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _is_echo(error: BaseException) -> bool:
-    """Whether another process' end is what was seen here."""
+def _is_consequence(error: BaseException) -> bool:
+    """Whether this error is a consequence of another process' end."""
     seen: BaseException | None = error
     while seen is not None:
-        if getattr(seen, "is_echo", False) or _has_name(seen, _ECHOES):
+        if getattr(seen, "is_echo", False) or _has_name(seen, _CONSEQUENCES):
             return True
         seen = seen.__cause__
     return False

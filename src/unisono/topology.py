@@ -1,8 +1,8 @@
-"""Frozen facts about this process: its rank, the world's size, its node. Read once.
+"""The topology of this process: its rank, the world size, its node. Read once, then frozen.
 
-Our launcher's variables come first, then those of torchrun, MPI, Slurm's srun and `TF_CONFIG`. A
-program that none of them started is a world of one. What makes no sense is an error: a process that
-took itself to be alone would train apart from the others, and nobody would notice.
+Variables of `unisono run` come first, then those of torchrun, MPI, Slurm's srun and `TF_CONFIG`. A
+program that none of them started is a world of one. Inconsistent variables are an error: a process
+that took itself to be alone would train apart from the others, unnoticed.
 """
 
 import json
@@ -14,17 +14,17 @@ from typing import Any
 from unisono.errors import LaunchError
 
 JOINED = "UNISONO_JOINED"
-"""The process that joined a run; those that it starts inherit the variable, and stay outside."""
+"""The id of the process that joined a run; its children inherit the variable and do not join."""
 COORDINATOR = "UNISONO_COORDINATOR"
 
 _PREFIX = "UNISONO_"
 _SPECIAL_STEP = 0xFFFFFF00
-"""From here on Slurm numbers steps that are no srun of the user: a batch script, a shell."""
+"""From here on Slurm numbers steps that are not an srun of the user: a batch script, a shell."""
 
 
 @dataclass(frozen=True)
 class Topology:
-    """Where this process stands among those of its run."""
+    """The rank of this process in its run, and on its node."""
 
     rank: int = 0
     world_size: int = 1
@@ -33,7 +33,7 @@ class Topology:
     node: int = 0
     num_nodes: int = 1
     coordinator: str | None = None
-    """`host:port` of the run's meeting point; None where it is only known once they have met."""
+    """`host:port` of the rendezvous server; None where rank 0 chooses it at the start."""
     launcher: str = "none"
     """`unisono`, `torchrun`, `openmpi`, `mpich`, `slurm`, `tf_config` or `none`."""
 
@@ -47,7 +47,7 @@ _settled: Topology | None = None
 
 
 def topology() -> Topology:
-    """Where this process stands among those of its run; a world of one where it runs alone.
+    """Return the rank of this process in its run; a world of one where it runs alone.
 
     >>> topology().is_chief
     True
@@ -56,16 +56,16 @@ def topology() -> Topology:
 
 
 def settle(facts: Topology) -> Topology:
-    """Fix what `topology()` says from now on: the environment is read once."""
+    """Fix what `topology()` returns from now on: the environment is read once."""
     global _settled
     _settled = facts
     return facts
 
 
 def read_topology(env: Mapping[str, str]) -> Topology:
-    """What the variables of a launcher say; LaunchError where they make no sense."""
+    """The topology by a launcher's variables; LaunchError where they are inconsistent."""
     if env.get(JOINED, str(os.getpid())) != str(os.getpid()):
-        return Topology()  # Started by a process of the run, and none of its own.
+        return Topology()  # A child of a process of the run.
     for launcher, read in _READERS.items():
         facts = read(_Variables(env, launcher))
         if facts is not None:
@@ -192,7 +192,7 @@ def _facts(
     node: int,
     num_nodes: int,
 ) -> Topology:
-    # Another launcher's coordinator is not where we meet: only one that was named for us is.
+    # Another launcher's coordinator is not our rendezvous server: only UNISONO_COORDINATOR is.
     coordinator = variables.env.get(COORDINATOR) or None
     launcher = variables.launcher
     return Topology(rank, size, local_rank, local_size, node, num_nodes, coordinator, launcher)

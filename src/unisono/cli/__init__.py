@@ -1,8 +1,8 @@
 """The command `unisono`: parse, call, exit code.
 
-A sub-command is a room of its own with `add_to(commands)`, which adds its parser and sets `run` to
-a function of the parsed arguments that returns the exit code. 2 is for a command line that makes
-no sense, 1 for work that failed.
+A sub-command is a module with `add_to(commands)`, which adds its parser and sets `run` to a
+function of the parsed arguments that returns the exit code: 2 for an invalid command line, 1 for a
+failure.
 """
 
 import argparse
@@ -37,16 +37,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UnisonoError as error:
         print(f"unisono: {error}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # The reader has seen enough: `unisono devices | head -1`.
-        # Python would complain of it once more at its end.
+    except BrokenPipeError:  # The reader has closed: `unisono devices | head -1`.
+        # Python would report it once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 
 class _Parser(argparse.ArgumentParser):
-    """Lets a room look at the words of its command line before they are parsed.
+    """Lets a sub-command prepare its arguments before they are parsed.
 
-    Words that it does not know are its own error, with its own usage, and not the whole command's.
+    Unknown arguments are an error of the sub-command, with its own usage.
     """
 
     prepare: Callable[[list[str]], list[str]] | None = None
@@ -64,6 +64,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="unisono", description=unisono.__doc__)
     parser.add_argument("--version", action="version", version=f"unisono {unisono.__version__}")
     commands = parser.add_subparsers(metavar="command", required=True)
-    for room in _COMMANDS:
-        room.add_to(commands)
+    for command in _COMMANDS:
+        command.add_to(commands)
     return parser

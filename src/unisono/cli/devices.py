@@ -1,6 +1,6 @@
 """`unisono devices`: this machine's devices and backends, and what `parallel` would use.
 
-Imports no framework, so that it is quick and takes no device into use.
+Imports no framework, so that it is quick and initializes no device.
 """
 
 import argparse

@@ -9,7 +9,7 @@ from typing import Any
 from unisono.errors import LaunchError
 from unisono.slurm import cluster
 from unisono.slurm.cluster import Status
-from unisono.slurm.jobs import Record, Records, find_out, follow, tails_of
+from unisono.slurm.jobs import Record, Records, follow, status_of, tails_of
 
 _SHOWN = 20
 _COLUMNS = ("JOB", "NAME", "STATE", "CODE", "TIME", "NODES", "WHERE", "PROGRAM")
@@ -38,7 +38,7 @@ def show_jobs(options: argparse.Namespace) -> int:
     if not shown:
         print(f"No jobs of unisono on {name}. `unisono submit script.py` submits one.")
         return 0
-    rows = [_COLUMNS, *(row for each in shown for row in _rows(each, find_out(each, records)))]
+    rows = [_COLUMNS, *(row for each in shown for row in _rows(each, status_of(each, records)))]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS) - 1)]
     for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
@@ -51,14 +51,14 @@ def show_logs(options: argparse.Namespace) -> int:
     tails = tails_of(record, task, options.rank)
     if options.follow:
         try:
-            follow(tails, lambda: _of_task(find_out(record, records), task))
+            follow(tails, lambda: _of_task(status_of(record, records), task))
         except KeyboardInterrupt:
             return 130
         return 0
     for tail in tails:
-        tail.carry()
+        tail.copy()
     if not any(tail.path.exists() for tail in tails):
-        (status,) = _of_task(find_out(record, records), task)[:1]
+        (status,) = _of_task(status_of(record, records), task)[:1]
         raise LaunchError(
             f"Job {task} is {status.state}, and there is no "
             f"{' or '.join(str(tail.path) for tail in tails)}. "
@@ -71,7 +71,7 @@ def cancel_jobs(options: argparse.Namespace) -> int:
     found = [_find(text, is_whole_allowed=True) for text in options.job]
     for records, record, task in found:
         over = [
-            s for s in find_out(record, records) if s.is_over and s.job in (task, *record.tasks)
+            s for s in status_of(record, records) if s.is_over and s.job in (task, *record.tasks)
         ]
         if len(over) == len(record.tasks):
             print(f"Job {task} was over before: it is {over[0].state}.")

@@ -1,7 +1,7 @@
 """`unisono run`: starts a program as one process per replica, here or on many nodes.
 
-Imports no framework: a launcher that had touched a GPU would hold memory of it. In a task of
-Slurm's srun, the nodes and where they meet are known from there.
+Imports no framework: a launcher that had initialized a GPU would hold memory of it. In a task of
+Slurm's srun, the nodes and the coordinator are read from Slurm's variables.
 """
 
 import argparse
@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def request_of(options: argparse.Namespace, step: Step | None = None) -> Request:
-    """What was asked for, checked against itself, this machine and what Slurm gave."""
+    """The request, checked for consistency, and against this machine and Slurm's resources."""
     program = _program(options)
     secret: str | None = None
     other_ports: tuple[int, ...] = ()
@@ -101,7 +101,7 @@ def request_of(options: argparse.Namespace, step: Step | None = None) -> Request
         options.coordinator, other_ports, secret = found
     _check_nodes(options)
     if options.interface is not None:
-        address_of(options.interface)  # Though one process uses none: a typing error is told now.
+        address_of(options.interface)  # A wrong name fails now, also where no interface is needed.
     if options.legacy:
         _check_source(program[0])
     num_processes, gpus = _devices(options, step)
@@ -128,12 +128,12 @@ def request_of(options: argparse.Namespace, step: Step | None = None) -> Request
 
 
 def _check_source(name: str) -> None:
-    """Say that an old program is Python 2, before processes are started that all say less."""
+    """Report that an old program is Python 2, before processes are started that fail with less."""
     from unisono.compat.syntax import check_syntax
 
     path = Path(name)
     if path.suffix == ".py" and path.is_file():
-        with contextlib.suppress(OSError):  # Told when it is to be run.
+        with contextlib.suppress(OSError):  # Reported when it is run.
             check_syntax(path.read_bytes(), name)
 
 
@@ -143,7 +143,7 @@ def _program(options: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _become_rank(options: argparse.Namespace) -> None:
-    """Go on as the program itself, which finds its place among Slurm's tasks; no return."""
+    """Replace this process by the program, which reads its rank from Slurm; does not return."""
     given = [
         f"--{name.replace('_', '-')}"
         for name in ("replicas", "gpus", "np", "memory", "cpu_threads", "log_dir", "interface")
@@ -242,7 +242,7 @@ def _check_nodes(options: argparse.Namespace) -> None:
 
 
 def _devices(options: argparse.Namespace, step: Step | None) -> tuple[int, Selection | None]:
-    """How many processes, and the GPUs that they have, if any."""
+    """The number of processes, and their GPUs, if any."""
     try:
         return _chosen(options)
     except DeviceError as error:

@@ -10,7 +10,7 @@ from unisono.errors import LaunchError
 from unisono.launch.request import check_program
 from unisono.slurm import cluster
 from unisono.slurm.batch import Job, batch_script
-from unisono.slurm.jobs import Record, Records, find_out, follow, tails_of
+from unisono.slurm.jobs import Record, Records, follow, status_of, tails_of
 from unisono.slurm.submission import job_of, on_partition, submit
 
 _FLAGS = ("-m", "-h", "--help", "--requeue", "--wait", "--dry-run")
@@ -86,7 +86,7 @@ def _introduce(job: Job, record: Record) -> str:
     files = " and ".join(record.outputs[0])
     hints = {
         f"unisono logs {record.tasks[0]} -f": f"follow its output ({files})",
-        "unisono jobs": "see how it is",
+        "unisono jobs": "show its state",
         f"unisono cancel {record.job}": "end it",
     }
     width = max(map(len, hints))
@@ -98,7 +98,7 @@ def _introduce(job: Job, record: Record) -> str:
 def _wait(record: Record, records: Records) -> int:
     tails = [tail for task in record.tasks for tail in tails_of(record, task, None)]
     try:
-        found = follow(tails, lambda: find_out(record, records))
+        found = follow(tails, lambda: status_of(record, records))
     except KeyboardInterrupt:
         print(
             f"\nunisono: job {record.job} goes on. `unisono cancel {record.job}` ends it.",
@@ -122,8 +122,8 @@ def _add_resources(group: Any) -> None:
     group.add_argument("--partition", metavar="NAME", help="where it queues")
     group.add_argument("--time", metavar="24:00:00", help="its time limit")
     group.add_argument("--job-name", metavar="NAME", help="default: the script's name")
-    group.add_argument("--comment", metavar="TEXT", help="kept by Slurm")
-    group.add_argument("--account", metavar="NAME", help="who pays")
+    group.add_argument("--comment", metavar="TEXT", help="stored by Slurm")
+    group.add_argument("--account", metavar="NAME", help="the account to charge")
     group.add_argument("--qos", metavar="NAME", help="quality of service")
     group.add_argument(
         "--sbatch", action="append", metavar='"--mem=32G"', help="another option of sbatch"

@@ -15,7 +15,7 @@ from typing import Any
 
 from unisono.monitor.events import RankEvents, RunsReader, runs_folder
 from unisono.monitor.readings import Readings, read
-from unisono.monitor.verdict import last_word, verdict_on_devices, verdict_on_run
+from unisono.monitor.verdict import last_record_time, verdict_on_devices, verdict_on_run
 from unisono.monitor.view import lines
 
 _EVERY_S = 0.5
@@ -55,7 +55,8 @@ def look(reader: RunsReader) -> tuple[Readings, dict[str, list[RankEvents]]]:
     shown = {
         name: ranks
         for name, ranks in reader.read().items()
-        if any(events.is_alive for events in ranks) or now - max(map(last_word, ranks)) < _RECENT_S
+        if any(events.is_alive for events in ranks)
+        or now - max(map(last_record_time, ranks)) < _RECENT_S
     }
     pids = [events.writer.pid for ranks in shown.values() for events in ranks if events.is_alive]
     return read(pids), shown

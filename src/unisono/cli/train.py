@@ -1,6 +1,7 @@
-"""`unisono train` and `unisono recipe`: the recipes by their names, to run or to take over.
+"""`unisono train` and `unisono recipe`: run a recipe by its name, or print it to copy.
 
-Imports no framework and runs no recipe to know it: what a page is for stands in its first line.
+Imports no framework, and describes recipes by the first line of their docstrings without running
+them.
 """
 
 import argparse
@@ -51,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _with_recipe_first(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
-    """Options of a recipe are known to the recipe alone, so its name must stand before them."""
+    """Options of a recipe are parsed by the recipe, so its name must come before them."""
     if words and words[0].startswith("-") and words[0] not in ("-h", "--help", "--list"):
         named = next((word for word in words if word in NAMES), "digits")
         rest = " ".join(word for word in words if word != named)

@@ -1,4 +1,4 @@
-"""Finds devices, chooses among them, and describes how much of them a process may take.
+"""Finds devices, chooses among them, and describes how much of them a process may use.
 
 Runs before any framework is imported and imports none.
 """

@@ -1,8 +1,8 @@
 """Choose the devices that replicas run on, from what was asked and what there is.
 
-Runs before any framework is imported and imports none: an engine reports how many GPUs its
-backend sees, here it is decided. `UNISONO_SIMULATED_GPUS=4` makes four CPU replicas answer as GPUs
-0 to 3, `UNISONO_REPLICAS=n` is the default for `replicas`.
+Runs before any framework is imported and imports none: a backend reports how many GPUs it sees, the
+decision is made here. `UNISONO_SIMULATED_GPUS=4` makes four CPU replicas stand in for GPUs 0 to 3,
+`UNISONO_REPLICAS=n` is the default for `replicas`.
 """
 
 import os
@@ -18,7 +18,7 @@ from unisono.topology import Topology
 SIMULATED_GPUS = "UNISONO_SIMULATED_GPUS"
 REPLICAS = "UNISONO_REPLICAS"
 OVERSUBSCRIBE = "UNISONO_OVERSUBSCRIBE"
-"""Set to 1, it allows any number of CPU replicas on each core, without a remark."""
+"""Set to 1, it allows any number of CPU replicas per core, without a warning."""
 
 _MAX_PER_CORE = 8
 _MAX_SHOWN = 16
@@ -30,7 +30,7 @@ _has_warned = False
 class Placement:
     """Where each replica runs: `indices[r]` is replica r's device of this `kind`.
 
-    `is_simulated` marks CPU replicas that answer as GPUs. In a run of several processes the
+    `is_simulated` marks CPU replicas that stand in for GPUs. In a run of several processes the
     indices are those of this process' own devices, and every process has as many.
     """
 
@@ -65,7 +65,7 @@ def format_replicas(count: int) -> str:
 
 
 def simulated_gpus() -> int:
-    """How many GPUs `UNISONO_SIMULATED_GPUS` asks to rehearse with (0: none)."""
+    """How many GPUs `UNISONO_SIMULATED_GPUS` simulates (0: none)."""
     return _count_from_environment(SIMULATED_GPUS, minimum=0) or 0
 
 
@@ -218,7 +218,7 @@ def gpu_ids(gpus: int | Sequence[int], available: int) -> tuple[int, ...]:
 
 
 def check_cores(name: str, count: int) -> None:
-    """Refuse a number of CPU replicas that this machine's cores cannot serve in any useful way."""
+    """Refuse a number of CPU replicas that is far beyond this machine's cores."""
     if count <= _MAX_PER_CORE or _is_oversubscribing():
         return  # Any machine has a core.
     cores = num_cores()
@@ -231,7 +231,7 @@ def check_cores(name: str, count: int) -> None:
 
 
 def remark_on_cores(count: int, what: str = "CPU replicas") -> str | None:
-    """What to tell who asks for more CPU replicas than there are cores; None where there is none.
+    """A warning about more CPU replicas than there are cores; None where there are enough.
 
     >>> remark_on_cores(1)
     """

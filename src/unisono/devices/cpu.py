@@ -10,7 +10,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def num_cores() -> int:
-    """The cores that this process may use; a share of a core counts as one."""
+    """The cores that this process may use; a fraction of a core counts as one."""
     try:
         allowed = len(os.sched_getaffinity(0))
     except AttributeError:  # Only Linux has it.
@@ -50,7 +50,7 @@ def cpu_name() -> str:
 
 
 def _cpu_quota() -> float | None:
-    """The cores' worth of time that the container grants, by cgroup v2 or v1."""
+    """The CPU quota of the container in cores, by cgroup v2 or v1."""
     found = []
     for folder in _cgroup_folders("", "cpu"):
         text = _lines(folder / "cpu.max")

@@ -1,7 +1,7 @@
 """Which faster CPU computations of layers a process uses.
 
-Layers that compute the same in a cheaper way on CPUs (`backends/*/cpu_layers.py`) are no
-parallelism, so only processes that `unisono run` or `unisono train` started on CPUs use them:
+Cheaper computations of the same layer on CPUs (`backends/*/cpu_layers.py`) are not parallelism, so
+only processes that `unisono run` or `unisono train` started on CPUs use them:
 `parallel` in a user's own process computes what plain Keras computes. `UNISONO_CPU_LAYERS=0`
 switches them off everywhere; a comma-separated list of names leaves only these on.
 """

@@ -169,7 +169,7 @@ class Listing:
 
 
 def devices() -> list[Device]:
-    """List this machine's GPUs, or its CPU where there is none; takes none of them into use.
+    """List this machine's GPUs, or its CPU where there is none; initializes none of them.
 
     Hidden GPUs are listed too. Simulated GPUs (`UNISONO_SIMULATED_GPUS`) replace real ones, and a
     GPU that fails has the reason in its `error`.

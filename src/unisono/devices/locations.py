@@ -1,9 +1,9 @@
-"""Names of devices, and records of where values live.
+"""Names of devices, and records of where values are stored.
 
-One set of names for all backends: "cpu:0", "gpu:2". No framework is imported here: an engine says
-which of its devices hold a value, this room gives them their names. With simulated GPUs the first
-CPU devices answer as GPUs and the CPU itself is the one after them, so that a rehearsal shows a
-value of the CPU apart from one of GPU 0.
+One set of names for all backends: "cpu:0", "gpu:2". No framework is imported here: a backend
+reports which of its devices hold a value, this module names them. With simulated GPUs the first CPU
+devices stand in for GPUs and the CPU itself is the one after them, so that a value on the CPU is
+told from one on GPU 0.
 """
 
 import math
@@ -21,9 +21,9 @@ _FORMS = '"cpu", "gpu" or "gpu:2"'
 
 @dataclass(frozen=True)
 class Location:
-    """Where one value lives: `device_bytes[i]` is what it takes on `devices[i]`.
+    """Where one value is stored: `device_bytes[i]` is its size on `devices[i]`.
 
-    `layout` is "single", "replicated" (each device has all of it) or "sharded" (each has a part).
+    `layout` is "single", "replicated" (each device has a copy) or "sharded" (each has a shard).
     """
 
     path: str
@@ -43,13 +43,13 @@ class Location:
 
 
 class Locations(tuple[Location, ...]):
-    """Where each variable of a model lives; prints as a table."""
+    """Where each variable of a model is stored; prints as a table."""
 
     __slots__ = ()
 
     @property
     def total_bytes(self) -> dict[str, int]:
-        """What all of them take together, by device."""
+        """The sum of their sizes, by device."""
         totals: dict[str, int] = {}
         for record in self:
             for device, num_bytes in zip(record.devices, record.device_bytes, strict=True):
@@ -73,7 +73,7 @@ class Locations(tuple[Location, ...]):
 def location(
     shape: tuple[int, ...], num_bytes: int, on: Mapping[str, int], *, layout: str | None = None
 ) -> Location:
-    """The record of a value that takes `on[device]` bytes on each device.
+    """The location of a value that has `on[device]` bytes on each device.
 
     >>> str(location((2, 2), 16, {"cpu:0": 16}))
     'single on cpu:0, shape (2, 2), 16 bytes'
@@ -88,7 +88,7 @@ def location(
 
 
 def name_of(kind: str, index: int) -> str:
-    """The name of a backend's device; the first CPU devices answer as GPUs when simulated.
+    """The name of a backend's device; the first CPU devices stand in for simulated GPUs.
 
     >>> name_of("cpu", 1)
     'cpu:1'
@@ -108,7 +108,7 @@ def num_bytes_of(shape: tuple[int, ...], bytes_per_item: int) -> int:
 
 
 def parse(name: object) -> tuple[str, int]:
-    """A device's kind and id, from the ways in which people write it.
+    """A device's kind and id, by any of its usual names.
 
     >>> parse("/GPU:1"), parse("cuda:1"), parse("cpu")
     (('gpu', 1), ('gpu', 1), ('cpu', 0))
@@ -128,7 +128,7 @@ def parse(name: object) -> tuple[str, int]:
 
 
 def find(name: str, *, num_gpus: Callable[[], int], num_cpus: int) -> Placement:
-    """The device that a name stands for; raises DeviceError where there is none.
+    """The device of a name; raises DeviceError where there is none.
 
     >>> find("cpu:1", num_gpus=lambda: 0, num_cpus=8)
     Placement(kind='cpu', indices=(1,), is_simulated=False, num_processes=1)

@@ -33,7 +33,7 @@ class Policy:
     """A number of GPUs, their ids, or `idle` and `idle:n`."""
     memory: str | int | float | None = None
     """For each process on each GPU: `grow`, `all`, at most so many bytes (int), or at most this
-    share of the whole (float)."""
+    fraction of it (float)."""
     cpu_threads: int | None = None
 
     def __str__(self) -> str:
@@ -77,7 +77,7 @@ def describe(
     memory: str | float | None = None,
     cpu_threads: int | None = None,
 ) -> Policy:
-    """A request as a policy; raises DeviceError for what makes no sense on any machine.
+    """A request as a policy; raises DeviceError for what no machine could satisfy.
 
     >>> describe(gpus=[0, 1], memory="8GiB")
     Policy(gpus=(0, 1), memory=8589934592, cpu_threads=None)
@@ -88,18 +88,18 @@ def describe(
 
 
 def current_policy() -> Policy:
-    """What is in force in this process."""
+    """The policy in force in this process."""
     return _current
 
 
 def set_policy(policy: Policy) -> None:
-    """Remember what has been put in force."""
+    """Remember the policy that a backend has applied."""
     global _current
     _current = policy
 
 
 def num_idle(gpus: object) -> int | None:
-    """The n of `idle:n`; 0 for `idle`, which takes all that are; None for anything else."""
+    """The n of `idle:n`; 0 for `idle`, which selects all idle ones; None for anything else."""
     match = _IDLE.fullmatch(gpus) if isinstance(gpus, str) else None
     return int(match[1] or 0) if match else None
 
@@ -127,7 +127,7 @@ def _parsed_gpus(gpus: int | Sequence[int] | str | None) -> int | tuple[int, ...
             f'Asked for gpus={gpus!r}. Write gpus="idle" for all that are idle, gpus="idle:2" for '
             "the two emptiest, a number, or a list of ids."
         )
-    return gpus  # What else it may be is told against the GPUs that there are.
+    return gpus  # Checked against the GPUs of the machine later.
 
 
 def _parsed_memory(memory: str | float | None) -> str | int | float | None:
@@ -157,12 +157,12 @@ _IDLE_SHARE = 0.5
 
 @dataclass(frozen=True)
 class Grant:
-    """A policy with its amounts worked out, ready for a backend to apply."""
+    """A policy resolved for this machine, ready for a backend to apply."""
 
     gpus: tuple[int, ...] | None = None
     """The GPUs to keep, by the numbers that CUDA gave them; None for all."""
     is_growing: bool | None = None
-    """True: take memory as it is needed. False: take it at the start. None: as the backend does."""
+    """True: allocate memory as needed. False: all at the start. None: the backend's default."""
     limit_bytes: int | None = None
     """At most so much of each GPU..."""
     limit_share: float | None = None
@@ -205,7 +205,7 @@ def select(gpus: int | Sequence[int] | str | None) -> Selection:
 
 
 def grant_of(policy: Policy, selection: Selection) -> Grant:
-    """Work out a policy for the GPUs selected; raises DeviceError where it cannot hold."""
+    """Resolve a policy for the selected GPUs; raises DeviceError where that is impossible."""
     memory, totals = policy.memory, selection.total_bytes
     limit_bytes: int | None = None
     limit_share: float | None = None
@@ -234,7 +234,7 @@ def grant_of(policy: Policy, selection: Selection) -> Grant:
 
 
 def idle_gpus(gpus: Sequence[Device]) -> list[Device]:
-    """Those that nobody else computes on, the emptiest first."""
+    """Those that no other process computes on, the emptiest first."""
 
     def is_idle(gpu: Device) -> bool:
         if gpu.error is not None or gpu.free_bytes is None or gpu.total_bytes is None:
@@ -290,7 +290,7 @@ def _idle_numbers(asked: str, gpus: Sequence[Device]) -> tuple[int, ...]:
 
 
 def _names(devices: Sequence[Device]) -> list[str]:
-    """The visible GPUs by names that mean the same in any order of devices: UUIDs if possible."""
+    """Names of the visible GPUs that do not depend on CUDA's device order: UUIDs if possible."""
     gpus = [device for device in devices if device.kind == "gpu"]
     uuids = [gpu.uuid for gpu in gpus]
     visibility = read_visibility(len(gpus), uuids) if gpus else read_visibility(num_gpus())

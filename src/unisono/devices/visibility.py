@@ -18,7 +18,7 @@ ORDER = "CUDA_DEVICE_ORDER"
 
 @dataclass(frozen=True)
 class Visibility:
-    """What a list of visible devices comes to on a machine with `num_gpus` GPUs."""
+    """What a list of visible devices means on a machine with `num_gpus` GPUs."""
 
     text: str | None
     """The variable as it is set; None where it is not."""
@@ -36,7 +36,7 @@ class Visibility:
         return self.indices.index(index) if index in self.indices else None
 
     def explain(self) -> list[str]:
-        """What the variable does here, in sentences; none where it is not set."""
+        """What the variable does, in sentences; none where it is not set."""
         if self.text is None:
             return []
         shown = f"{VISIBLE}={self.text!r}"
@@ -88,7 +88,7 @@ def explain_order(names: Sequence[str]) -> list[str]:
 def _resolve(
     entry: str, num_gpus: int, uuids: Sequence[str | None] | None
 ) -> tuple[bool, int | None]:
-    """Whether CUDA can use an entry, and the GPU that it means where that can be told."""
+    """Whether CUDA can use an entry, and the index of its GPU where that is known."""
     if entry.isascii() and entry.isdigit():
         return int(entry) < num_gpus, int(entry)
     if entry.startswith("MIG-"):

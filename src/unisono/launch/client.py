@@ -111,7 +111,7 @@ class World:
         return base64.b64decode(answer["value"])
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number that all processes share; what it is then."""
+        """Add to a number on the server; returns the sum."""
         return int(self._ask({"do": "add", "key": key, "amount": amount})["value"])
 
     def doing(self, what: str) -> None:

@@ -87,7 +87,7 @@ class RendezvousServer:
             return [(each.topic, sorted(each.waiting), each.missing) for each in found]
 
     def lose(self, rank: int, how: str) -> None:
-        """Mark a process as lost, as its launcher has seen; who waits for it gets an error."""
+        """Mark a process as lost, as its launcher has seen; ranks that wait for it get an error."""
         with self._lock:
             member = self._members.get(rank)
             if member is not None:
@@ -255,4 +255,4 @@ def _encoded(answer: Message) -> bytes:
 
 
 def _not_set(key: str) -> Message:
-    return {"error": f"nobody has set {key!r}", "is_late": True}
+    return {"error": f"no process has set {key!r}", "is_late": True}

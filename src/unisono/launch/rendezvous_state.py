@@ -39,7 +39,7 @@ class Collective:
         return [rank for rank in self.ranks if rank not in self.values]
 
     def awaited(self) -> list[int]:
-        """The ranks without which nobody is answered."""
+        """The ranks that the answer depends on."""
         return [rank for rank in self.missing if self.kind != "broadcast" or rank == self.ranks[0]]
 
 
@@ -132,9 +132,9 @@ class RendezvousState:
             answer = {"value": [call.values[rank] for rank in call.ranks]}
         else:
             return []
-        told = [(rank, answer) for rank in sorted(call.waiting)]
+        answers = [(rank, answer) for rank in sorted(call.waiting)]
         call.waiting.clear()
-        return told
+        return answers
 
     def _answers_to_deadlock(self, call: Collective) -> Answers:
         """Errors where processes wait for each other in a cycle: a deadlock."""
@@ -166,7 +166,7 @@ class RendezvousState:
         return []
 
     def _answers_to_listeners(self) -> Answers:
-        told: Answers = []
+        answers: Answers = []
         for rank, topic in list(self._listening.items()):
             announced, number = self._announced.get(topic, []), self._heard[rank, topic]
             if len(announced) >= number:
@@ -179,8 +179,8 @@ class RendezvousState:
             else:
                 continue
             del self._listening[rank]
-            told.append((rank, answer))
-        return told
+            answers.append((rank, answer))
+        return answers
 
     def _is_chief_past(self, rank: int) -> bool:
         chief, own = (self._counts.get((r, self._everyone), 0) for r in (0, rank))

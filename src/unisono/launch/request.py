@@ -1,4 +1,4 @@
-"""What a user asks a node's launcher to run, and checks of it before anything is started.
+"""The request for a run on this node, and checks of it before anything is started.
 
 The launcher must not import a user's packages, which may load a framework: whether a module can be
 run by `-m` is found out without importing it. `-np` and `-H` are those of horovodrun.
@@ -26,7 +26,7 @@ _LOCAL = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True)
 class Request:
-    """What a user asks a node's launcher for."""
+    """What a node's launcher is asked to run."""
 
     program: tuple[str, ...]
     """The script and its arguments, or `-m`, the module and its arguments."""
@@ -39,7 +39,7 @@ class Request:
     other_ports: tuple[int, ...] = ()
     """Where node 0 listens if the coordinator's port is taken, and the other nodes look for it."""
     secret: str | None = None
-    """What the nodes' launchers share; the user's own where none is given."""
+    """The secret of the nodes' launchers; the user's own where none is given."""
     interface: str | None = None
     world_size: int | None = None
     log_folder: Path | None = None
@@ -51,7 +51,7 @@ class Request:
     interrupt_s: float = 5.0
     """How long the processes have to end after a first Ctrl-C, to save their work."""
     show: Show | None = None
-    """Takes what is shown, and whether it is stdout (1) or stderr (2), in place of our streams."""
+    """Called with 1 (stdout) or 2 (stderr) and what is shown, instead of writing to our streams."""
 
 
 def check_program(program: Sequence[str]) -> None:
@@ -108,7 +108,7 @@ class HostSlots:
 
 
 def parse_hosts(text: str) -> list[HostSlots]:
-    """The entries of `-H a:2,b:2`; LaunchError for what is none."""
+    """The entries of `-H a:2,b:2`; LaunchError where one is malformed."""
     found = []
     for part in text.split(","):
         host, _, slots = part.strip().rpartition(":") if ":" in part else (part.strip(), "", "1")
@@ -157,7 +157,7 @@ def merge_local(hosts: Sequence[HostSlots], local: set[str]) -> list[HostSlots]:
 
 
 def how_to_start(hosts: Sequence[HostSlots], program: Sequence[str], port: int) -> str:
-    """What to type on each host: nobody logs in to another host here."""
+    """The command for each host: unisono does not log in to other hosts."""
     lines = [
         "unisono does not log in to other hosts. Start the run on each of them, with one address "
         "of the first that all can reach:"

@@ -232,12 +232,12 @@ class Server:
             if mask & selectors.EVENT_READ:
                 self._read(connection)
         except (TamperedError, PermissionError) as error:
-            self._drop(connection, "was cut off", str(error))
+            self._drop(connection, "was closed", str(error))
         except (EOFError, OSError):
             self._drop(connection, "is gone")
         except Exception as error:
             reason = f"its message is malformed ({error!r})"
-            self._drop(connection, "was cut off", reason)
+            self._drop(connection, "was closed", reason)
 
     def _read(self, connection: Connection) -> None:
         data = connection.socket.recv(1 << 16)

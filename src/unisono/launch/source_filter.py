@@ -1,10 +1,10 @@
-"""Lets listening sockets that a framework has opened answer some addresses alone.
+"""Restricts listening sockets that a framework has opened to some source addresses.
 
 TensorFlow's gRPC server listens on every address of a machine, and neither it nor gloo nor JAX's
-coordination service authenticates its callers. A classic BPF filter on their sockets, set from
-within the process, drops what comes from elsewhere before there is a connection; accepted
-connections inherit it. Where a kernel asks for privileges, a port is shared with a socket to which
-strangers are led. Both see addresses, not users.
+coordination service authenticates its clients. A classic BPF filter on their sockets, set from
+within the process, drops packets from other addresses before there is a connection; accepted
+connections inherit it. Where the kernel requires privileges for that, the port is shared with a
+socket to which other addresses are redirected. Both see addresses, not users.
 """
 
 import contextlib
@@ -46,15 +46,15 @@ def source_addresses(
 ) -> set[str]:
     """The addresses from which processes of a run connect to those `hosts`.
 
-    Every process asks its routing table, since a machine with several networks may call from
-    another address than the one at which it is called. An exchange: all ranks have to take part.
+    Every process reads its routing table, since a machine with several networks may connect from
+    another address than its own server's. An all-gather: all ranks have to call it.
     """
     hosts = set(hosts)
     if all(_is_loopback(host) for host in hosts):
-        return set()  # Loopback is allowed in any case, and all processes see that alike.
+        return set()  # Loopback is always allowed, and all processes take this branch alike.
     own = set()
     for address in {address for host in hosts for address in resolve(host)}:
-        with contextlib.suppress(OSError):  # No way leads there, so nobody is called there.
+        with contextlib.suppress(OSError):  # No route leads there, so nothing connects.
             own.add(address_towards(address, 9).partition("%")[0])
     return {
         each for many in world.all_gather("source addresses", sorted(own), ranks) for each in many
@@ -81,7 +81,7 @@ class OnlyFrom:
         self._filtered: set[int] = set()
         self._is_over = False
         self.is_diverted = False
-        """Whether the framework has to share its port (SO_REUSEPORT) with a socket of ours."""
+        """Whether the framework has to share its port (SO_REUSEPORT) with our sink socket."""
         self._error: OSError | None = None
 
     def __enter__(self) -> "OnlyFrom":
@@ -144,10 +144,10 @@ class OnlyFrom:
         return _is_listening(sock) and host.removeprefix("::ffff:") == self._host
 
     def _divert(self, host: str, port: int) -> None:
-        """Lead strangers to a socket of ours that shares the port, and answers nobody.
+        """Redirect other addresses to a sink socket that shares the port, and never answers.
 
-        For kernels that let the privileged alone filter TCP. The first socket that listens is
-        number 0 of those that share a port, the framework's will be number 1.
+        For kernels on which only privileged processes may filter TCP. The first socket that listens
+        is number 0 of those that share a port, the framework's will be number 1.
         """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         sink, filler = socket.socket(family), socket.socket(family)
@@ -157,7 +157,7 @@ class OnlyFrom:
                 sink.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             sink.bind((host, port))
             sink.listen(0)
-            # Until the framework listens all come to the sink, whose queue has room for one.
+            # Until the framework listens all connect to the sink, whose queue holds one.
             filler.settimeout(_FILL_S)
             filler.connect(("::1" if host == "::" else host, port))
             chosen = [

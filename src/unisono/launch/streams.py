@@ -189,7 +189,7 @@ class _Last:
 
 
 class _Lines:
-    """Writes whole lines, each with a prefix, so that those of two processes do not mix."""
+    """Writes complete lines, each with a prefix, so that those of two processes do not mix."""
 
     def __init__(self, prefix: str, write: Sink) -> None:
         self._prefix = prefix.encode()

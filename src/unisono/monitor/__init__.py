@@ -1,1 +1,1 @@
-"""Views on what devices and runs tell: it reads, and works on runs that have crashed too."""
+"""Views of devices and runs, from event files and the system; also of runs that crashed."""

@@ -1,4 +1,4 @@
-"""What the machine's devices and processes do right now, for `unisono top`.
+"""The load of the machine's devices and processes, for `unisono top`.
 
 GPUs by NVML, cores and processes by psutil, which only this command loads.
 """
@@ -14,13 +14,13 @@ from unisono.devices import Device, list_devices
 
 @dataclass(frozen=True)
 class Usage:
-    """What one process takes."""
+    """The CPU and memory usage of one process."""
 
     pid: int
     command: str
     user: str
     cpu: float
-    """Cores' worth."""
+    """In cores."""
     memory_bytes: int
 
 
@@ -39,7 +39,7 @@ class Readings:
 
 
 def read(pids: Iterable[int] = ()) -> Readings:
-    """Ask all devices, and what these processes take; a GPU that is gone says so in its error."""
+    """Read all devices, and the usage of these processes; a lost GPU has an error."""
     import psutil
 
     listing = list_devices()

@@ -1,4 +1,4 @@
-"""The glance: are all devices working, and evenly? From readings and events alone."""
+"""Sentences about runs and devices: do all of them work, and evenly?"""
 
 import statistics
 import time
@@ -14,19 +14,19 @@ _TOGETHER_S = 1.5
 _LAG = 0.15
 _IDLE = 0.05
 _HUNGRY = 0.3
-# What a process fails with when another one is gone.
+# The error of a process when another one is gone.
 _ECHO = "PeerLostError"
 
 
 def verdict_on_run(ranks: Sequence[RankEvents], now: float | None = None) -> str:
-    """One sentence about a run: how fast it is, and who is idle, late or gone."""
+    """One sentence about a run: which ranks are idle, slow, stopped or gone, or that all work."""
     now = time.time() if now is None else now
     if not all(events.is_alive for events in ranks):
         return _ended(ranks)
     if stopped := [events.writer.rank for events in ranks if events.is_stopped]:
         return f"{_named(stopped)} stopped (SIGSTOP, Ctrl-Z or a debugger)"
     limit_s = _QUIET_S if any(is_stuck(e) and not is_quiet(e, now) for e in ranks) else _SILENT_S
-    if silent := [e.writer.rank for e in ranks if now - last_word(e) > limit_s]:
+    if silent := [e.writer.rank for e in ranks if now - last_record_time(e) > limit_s]:
         return f"{_named(silent)} silent for {limit_s:g} s and more"
     here = [events for events in ranks if events.last is not None]
     if said := _standing(here):
@@ -39,18 +39,18 @@ def verdict_on_run(ranks: Sequence[RankEvents], now: float | None = None) -> str
     return _even(ranks)
 
 
-def last_word(events: RankEvents) -> float:
-    """When a process was last heard of."""
+def last_record_time(events: RankEvents) -> float:
+    """When a process last wrote a record."""
     return events.last.at if events.last is not None else events.writer.began
 
 
 def is_quiet(events: RankEvents, now: float) -> bool:
-    """Whether a process has missed some records, so that its figures are no news."""
-    return events.is_stopped or now - last_word(events) > _QUIET_S
+    """Whether a process has missed some records, so that its figures are out of date."""
+    return events.is_stopped or now - last_record_time(events) > _QUIET_S
 
 
 def is_stuck(events: RankEvents) -> bool:
-    """Whether a process has made steps, and makes none any more."""
+    """Whether a process has made steps, and now makes none."""
     return events.last is not None and events.last.step > 0 and not events.last.steps_per_s
 
 
@@ -73,10 +73,10 @@ def verdict_on_devices(devices: Sequence[Device]) -> str:
 
 
 def _ended(ranks: Sequence[RankEvents]) -> str:
-    """How a run ended of which some or all processes are gone: the cause, and not its victims."""
+    """How a run ended of which some or all processes are gone: the cause, not the consequences."""
     gone = [events for events in ranks if not events.is_alive]
-    failed = sorted((e for e in gone if e.last and e.last.failed_with), key=last_word)
-    # One that is not told of its peers' end has failed by itself.
+    failed = sorted((e for e in gone if e.last and e.last.failed_with), key=last_record_time)
+    # Any other error than a lost peer is a cause.
     own = [e for e in failed if e.last and e.last.failed_with != _ECHO]
     vanished = [e for e in gone if e.last is None or not e.last.is_over]
     if vanished and not own:
@@ -90,10 +90,10 @@ def _ended(ranks: Sequence[RankEvents]) -> str:
 
 
 def _vanished(vanished: Sequence[RankEvents], failed: Sequence[RankEvents]) -> str:
-    """Processes that said no last word; those that said one only because of them."""
-    first = min(map(last_word, vanished))
-    # The launcher ends the others some seconds later, and they say no last word either.
-    causes = [e.writer.rank for e in vanished if last_word(e) - first < _TOGETHER_S]
+    """About processes that ended without a last record, and those that failed as a consequence."""
+    first = min(map(last_record_time, vanished))
+    # The launcher kills the others some seconds later; they write no last record either.
+    causes = [e.writer.rank for e in vanished if last_record_time(e) - first < _TOGETHER_S]
     said = f"{_named(causes)} gone without a word: killed?"
     if failed:
         echoes = sorted(events.writer.rank for events in failed)
@@ -102,9 +102,9 @@ def _vanished(vanished: Sequence[RankEvents], failed: Sequence[RankEvents]) -> s
 
 
 def _standing(ranks: Sequence[RankEvents]) -> str:
-    """About processes that make no step; empty where all do.
+    """About processes that make no steps; empty where all do.
 
-    One alone is named only if another has made steps since: else it may as well wait for that one.
+    A single one is named only if another has made steps since: else it may be waiting itself.
     """
     words = [(e.writer.rank, e.last) for e in ranks if e.last is not None]
     idle = [(rank, last) for rank, last in words if not last.steps_per_s]
@@ -132,7 +132,7 @@ def _even(ranks: Sequence[RankEvents]) -> str:
 
 
 def _lagging(ranks: Sequence[RankEvents]) -> list[int]:
-    """Processes of a run step together, so who is late keeps no others waiting for its input."""
+    """Ranks that are slower than the others by some percent."""
     rates = [events.last.steps_per_s or 0.0 for events in ranks if events.last]
     if len(rates) < 2:
         return []

@@ -10,7 +10,7 @@ from unisono.monitor.readings import Readings, Usage
 from unisono.monitor.verdict import (
     is_quiet,
     is_stuck,
-    last_word,
+    last_record_time,
     ranks_named,
     verdict_on_devices,
     verdict_on_run,
@@ -32,7 +32,7 @@ def lines(
     *,
     is_cut: bool = True,
 ) -> list[str]:
-    """The whole view, laid out for a width; no line is longer than it where lines are cut."""
+    """The view, laid out for a width; no line is longer than it where lines are truncated."""
     now = time.time() if now is None else now
     room = width if is_cut else _ROOMY
     parts = [list(_of_runs(runs, readings, room, now)), list(_of_devices(readings, width))]
@@ -44,23 +44,23 @@ def lines(
     return found
 
 
-def bar(share: float | None, width: int) -> str:
-    """A share of one as a bar.
+def bar(fraction: float | None, width: int) -> str:
+    """A fraction as a bar.
 
     >>> bar(0.5, 4)
     '██  '
     """
-    if share is None:
+    if fraction is None:
         return "?".ljust(width)
-    filled = min(max(share, 0.0), 1.0) * width
-    whole = int(filled)
-    rest = int((filled - whole) * 8)
-    text = _BAR[0] * whole + (_BAR[8 - rest] if rest else "")
+    filled = min(max(fraction, 0.0), 1.0) * width
+    full = int(filled)
+    rest = int((filled - full) * 8)
+    text = _BAR[0] * full + (_BAR[8 - rest] if rest else "")
     return text.ljust(width)
 
 
 def short_name(program: str, length: int) -> str:
-    """A program and its arguments, as much of it as there is room for.
+    """A program and its arguments, truncated to a length.
 
     >>> short_name("/home/ada/train.py --epochs 20", 30)
     'train.py --epochs 20'
@@ -162,7 +162,7 @@ def _wrapped(text: str, width: int) -> list[str]:
 
 
 def _summary(ranks: Sequence[RankEvents], now: float) -> str:
-    newest = max((events for events in ranks if events.last), key=last_word)
+    newest = max((events for events in ranks if events.last), key=last_record_time)
     writer, last = ranks[0].writer, newest.last
     assert last is not None
     replicas = format_replicas(writer.world_size * writer.num_replicas)
@@ -187,7 +187,7 @@ def _doing(events: RankEvents, held: Sequence[int], width: int, now: float) -> l
     if events.is_stopped:
         return ["stopped"]
     if is_quiet(events, now):
-        return [f"silent for {now - last_word(events):.0f} s"]
+        return [f"silent for {now - last_record_time(events):.0f} s"]
     if last is None:
         return ["starts"]
     if is_stuck(events):
@@ -208,8 +208,8 @@ def _figures(events: RankEvents, width: int) -> list[str]:
     of_replica, of_step = (" a replica", " a step") if width >= _NARROW else ("", "")
     parts = []
     if last.samples_per_s is not None:
-        share = last.samples_per_s / (writer.world_size * writer.num_replicas)
-        parts.append(f"{share:,.0f} samples/s{of_replica}")
+        each = last.samples_per_s / (writer.world_size * writer.num_replicas)
+        parts.append(f"{each:,.0f} samples/s{of_replica}")
     if last.steps_per_s:
         parts.append(f"{1000 / last.steps_per_s:,.1f} ms{of_step}")
     if last.input_wait is not None:

@@ -1,1 +1,1 @@
-"""Slurm: batch scripts, its commands, the jobs that were submitted, and what it gave a task."""
+"""Slurm: batch scripts, its commands, submitted jobs, and the resources of a task."""

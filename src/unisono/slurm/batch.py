@@ -32,7 +32,7 @@ _OURS = {
 
 @dataclass(frozen=True)
 class Job:
-    """What is to run where."""
+    """What to run, and on which resources."""
 
     program: tuple[str, ...]
     """The script and its arguments, or `-m`, the module and its arguments."""
@@ -58,7 +58,7 @@ class Job:
     warning_s: int = 120
     """How long before its time limit the run is preempted."""
     sweep: tuple[tuple[str, ...], ...] = ()
-    """The words that each task of an array adds to the program's."""
+    """The arguments that each task of an array adds to the program's."""
 
     @property
     def output(self) -> str:
@@ -66,7 +66,7 @@ class Job:
 
 
 def check(job: Job) -> Job:
-    """The job, where it makes sense by itself; LaunchError where it does not."""
+    """The job, where it is consistent; LaunchError where it is not."""
     if "/" in job.name or job.name in (".", "..") or job.name.startswith("-"):
         raise LaunchError(
             f"Asked for the job name {job.name!r}. The job's files are named after it: leave out "
@@ -76,13 +76,13 @@ def check(job: Job) -> Job:
         raise LaunchError("Asked for --venv and --conda. Choose one of the two.")
     if job.time is not None:
         limit_s = seconds_of(job.time)
-        # Of a short job's time, most is for work.
+        # A short job keeps most of its time for training.
         job = dataclasses.replace(job, warning_s=max(1, min(job.warning_s, limit_s // 4)))
     return job
 
 
 def batch_script(job: Job) -> str:
-    """The whole text that sbatch is given."""
+    """The text of the script."""
     setup = list(_setup(job))
     parts = [["#!/bin/bash -l" if job.modules or job.conda else "#!/bin/bash", *_options(job)]]
     if setup:
@@ -94,7 +94,7 @@ def batch_script(job: Job) -> str:
 
 
 def seconds_of(time: str) -> int:
-    """The seconds of a time as Slurm writes it.
+    """The seconds of a time in Slurm's format.
 
     >>> seconds_of("1-12:30")
     131400
@@ -115,7 +115,7 @@ def seconds_of(time: str) -> int:
 
 
 def option_of(text: str) -> tuple[str, str | None]:
-    """Name and value of another option of sbatch; LaunchError where it is none, or ours."""
+    """Name and value of an option of sbatch; LaunchError where it is malformed, or ours."""
     found = _OPTION.fullmatch(text.strip())
     if found is None:
         raise LaunchError(
@@ -178,7 +178,7 @@ def _sweep(job: Job) -> Iterator[str]:
 
 def _run(job: Job) -> Iterator[str]:
     words = ["srun"]
-    if job.cpus_per_node:  # srun does not take it over from sbatch.
+    if job.cpus_per_node:  # srun does not inherit it from sbatch.
         words.append(f"--cpus-per-task={job.cpus_per_node}")
     words += [f"{for_shell(job.python)} -m unisono" if job.python else "unisono", "run"]
     if job.replicas_per_node is not None:
@@ -206,7 +206,7 @@ _MOST_CHARACTERS = 1000
 
 
 def for_shell(word: str) -> str:
-    """A word of a command.
+    """An argument, quoted for the shell.
 
     >>> for_shell("it's $HOME")
     '\\'it\\'"\\'"\\'s $HOME\\''
@@ -219,7 +219,7 @@ def for_shell(word: str) -> str:
 
 
 def for_option(name: str, value: str) -> str:
-    """A line `#SBATCH --name=value`; LaunchError for a value that no line can hold.
+    """A line `#SBATCH --name=value`; LaunchError for a value that a line cannot hold.
 
     >>> for_option("comment", 'my "best" run')
     '#SBATCH --comment="my \\\\"best\\\\" run"'
@@ -240,7 +240,7 @@ def for_option(name: str, value: str) -> str:
 
 
 def for_variable(assignment: str) -> tuple[str, str]:
-    """Name and value of `NAME=VALUE`; LaunchError where it is none."""
+    """Name and value of `NAME=VALUE`; LaunchError where it is malformed."""
     name, equals, value = assignment.partition("=")
     if not equals or not _NAME.fullmatch(name):
         raise LaunchError(

@@ -1,7 +1,7 @@
-"""Slurm's own commands: what the cluster has, how jobs are, and what is asked of it.
+"""Slurm's commands: what the cluster has, the state of jobs, and submitting them.
 
-Nothing here passes through a shell. A command that is missing or refuses is a LaunchError with its
-own words.
+Nothing here passes through a shell. A command that is missing or fails is a LaunchError with its
+own message.
 """
 
 import difflib
@@ -34,17 +34,17 @@ class Partition:
 
 @dataclass(frozen=True)
 class Status:
-    """How a job is, or a task of an array of jobs."""
+    """The state of a job, or of a task of a job array."""
 
     job: str
     """Its number, `12_3` for a task of an array."""
     state: str
-    """In Slurm's words: PENDING, RUNNING, COMPLETED, FAILED, TIMEOUT, …"""
+    """As Slurm names it: PENDING, RUNNING, COMPLETED, FAILED, TIMEOUT, …"""
     code: int = 0
-    """What its batch script exited with; 128 and more for a signal."""
+    """The exit code of its batch script; 128 and more for a signal."""
     elapsed: str = ""
     where: str = ""
-    """Its nodes, or in brackets what it waits for."""
+    """Its nodes, or the reason why it waits in parentheses."""
 
     @property
     def is_over(self) -> bool:
@@ -52,7 +52,7 @@ class Status:
 
     @property
     def exit_code(self) -> int:
-        """What one who waits for it should exit with."""
+        """The exit code of a command that waits for the job."""
         return self.code or (0 if self.state == "COMPLETED" else 1)
 
 
@@ -75,7 +75,7 @@ def partitions() -> list[Partition]:
 
 
 def choose_partition(job: Job, found: Sequence[Partition]) -> Partition | None:
-    """The partition that a job goes to; LaunchError where it is not there or too small."""
+    """The partition of a job; LaunchError where it does not exist or is too small."""
     partition = _named(job, found)
     if partition is None:
         return None
@@ -102,12 +102,12 @@ def choose_partition(job: Job, found: Sequence[Partition]) -> Partition | None:
 
 
 def test(path: str) -> None:
-    """Let Slurm itself look at a batch script, without submitting it."""
+    """Let Slurm check a batch script, without submitting it."""
     _call("sbatch", "--test-only", path)
 
 
 def submit(path: str) -> int:
-    """Hand over a batch script; the job's number."""
+    """Submit a batch script; returns the job's id."""
     answer = _call("sbatch", "--parsable", path)
     return int(answer.strip().partition(";")[0])
 
@@ -122,7 +122,7 @@ def cluster_name() -> str:
 
 
 def statuses(job: int) -> list[Status]:
-    """How a job is, task by task of an array; nothing where Slurm has forgotten it."""
+    """The state of a job, or of each task of an array; empty where Slurm has forgotten it."""
     found = _remembered(job)
     return found if found else _accounted(job)
 
@@ -145,7 +145,7 @@ def _remembered(job: int) -> list[Status]:
 
 
 def _accounted(job: int) -> list[Status]:
-    """The same from Slurm's accounting, where the cluster keeps one."""
+    """The same from Slurm's accounting, where the cluster has it."""
     try:
         text = _call(
             "sacct", "-n", "-P", "-X", "-j", str(job), "-o", "JobID,State,ExitCode,Elapsed"
@@ -163,7 +163,7 @@ def _accounted(job: int) -> list[Status]:
 
 
 def output_files(job: int) -> tuple[str, str] | None:
-    """Where a job's stdout and stderr go, as Slurm says it."""
+    """The files of a job's stdout and stderr, as Slurm reports them."""
     text = _call("scontrol", "-o", "show", "job", str(job))
     # Last in its line, after everything that a user may have named.
     found = re.search(r" StdErr=(.*) StdIn=.* StdOut=(.*) Power=[^=]*$", text.splitlines()[0])
@@ -198,7 +198,7 @@ def _call(*words: str) -> str:
 
 
 def _environment(env: Mapping[str, str]) -> dict[str, str]:
-    """Without a user's own choices of how Slurm's commands print and what they take."""
+    """Without a user's settings of the format and defaults of Slurm's commands."""
     prefixes = ("SBATCH_", "SQUEUE_", "SINFO_", "SACCT_", "SCONTROL_")
     kept = {name: value for name, value in env.items() if not name.startswith(prefixes)}
     return kept | {"SLURM_TIME_FORMAT": "standard"}

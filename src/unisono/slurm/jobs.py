@@ -139,12 +139,12 @@ def expand(pattern: str, **values: str) -> str:
 
 
 def outcome_of(record: Record) -> list[Status]:
-    """How a run ended by its own files, where Slurm does not know any more."""
+    """How a run ended by its own files, where Slurm has forgotten it."""
     found = []
     for task in record.tasks:
         try:
-            told = json.loads((record.log_folder(task) / OUTCOME).read_text())
-            code, seconds = int(told["code"]), float(told["seconds"])
+            fields = json.loads((record.log_folder(task) / OUTCOME).read_text())
+            code, seconds = int(fields["code"]), float(fields["seconds"])
         except (OSError, ValueError, KeyError, TypeError):
             found.append(Status(task, "UNKNOWN", 1))
             continue
@@ -154,28 +154,28 @@ def outcome_of(record: Record) -> list[Status]:
 
 
 def _read(path: Path) -> Record:
-    told = json.loads(path.read_text())
-    told |= {key: tuple(told[key]) for key in ("program", "ended")}
-    told |= {key: tuple(map(tuple, told[key])) for key in ("outputs", "sweep")}
-    return Record(**told)
+    fields = json.loads(path.read_text())
+    fields |= {key: tuple(fields[key]) for key in ("program", "ended")}
+    fields |= {key: tuple(map(tuple, fields[key])) for key in ("outputs", "sweep")}
+    return Record(**fields)
 
 
-_LOOK_S = 0.3
-_ASK_S = 2.0
-_LAST_WORDS_S = 1.0
+_POLL_S = 0.3
+_QUERY_S = 2.0
+_LAST_OUTPUT_S = 1.0
 _CHUNK_BYTES = 1 << 16
 
 
 class Tail:
-    """A file that grows, or is not there yet; what is new in it goes to a stream."""
+    """A growing file, which may not exist yet; new content is copied to a stream."""
 
     def __init__(self, path: Path, stream: BinaryIO) -> None:
         self.path = path
         self._stream = stream
         self._position = 0
 
-    def carry(self) -> bool:
-        """Pass on what is new; whether there was any."""
+    def copy(self) -> bool:
+        """Copy what is new; whether there was any."""
         try:
             with self.path.open("rb") as file:
                 if file.seek(0, 2) < self._position:
@@ -191,10 +191,10 @@ class Tail:
         return is_new
 
 
-def find_out(record: Record, records: Records) -> list[Status]:
-    """How a job is, from Slurm; once it is over and forgotten there, from the run's own files."""
+def status_of(record: Record, records: Records) -> list[Status]:
+    """The state of a job, from Slurm; once it is forgotten there, from the run's own files."""
     if record.ended:
-        return [Status(**told) for told in record.ended]
+        return [Status(**fields) for fields in record.ended]
     found = cluster.statuses(record.job)
     if not found:
         return outcome_of(record)
@@ -204,17 +204,17 @@ def find_out(record: Record, records: Records) -> list[Status]:
 
 
 def follow(tails: Sequence[Tail], ask: Callable[[], list[Status]]) -> list[Status]:
-    """Pass on what files get until the job is over; how it ended."""
+    """Copy what is appended to files until the job is over; its final state."""
     found, asked = ask(), time.monotonic()
     while not all(status.is_over for status in found):
         for tail in tails:
-            tail.carry()
-        time.sleep(_LOOK_S)
-        if time.monotonic() > asked + _ASK_S:
+            tail.copy()
+        time.sleep(_POLL_S)
+        if time.monotonic() > asked + _QUERY_S:
             found, asked = ask(), time.monotonic()
-    deadline = time.monotonic() + _LAST_WORDS_S  # A shared file system may show them late.
-    while sum(tail.carry() for tail in tails) or time.monotonic() < deadline:
-        time.sleep(_LOOK_S)
+    deadline = time.monotonic() + _LAST_OUTPUT_S  # A shared file system may show them late.
+    while sum(tail.copy() for tail in tails) or time.monotonic() < deadline:
+        time.sleep(_POLL_S)
     return found
 
 

@@ -1,8 +1,8 @@
-"""What srun gave this task, and whether its tasks fit its GPUs; before any framework is loaded.
+"""The tasks and GPUs of an srun step, and whether they fit; before any framework is loaded.
 
-A program that srun starts wants one task for each GPU; `unisono run` wants one on each node. What
-fits neither is read in the sensible way where there is one, and said; else it is an error that
-names the line to change.
+A program that srun starts needs one task per GPU; `unisono run` needs one per node. Other numbers
+are interpreted with a remark where there is a sensible way; else it is an error that names the line
+to change.
 """
 
 import re
@@ -66,7 +66,7 @@ def read_step(env: Mapping[str, str]) -> Step | None:
 
 
 def fit_ranks(facts: Topology, step: Step) -> tuple[Topology | None, str]:
-    """The place of a task that is a rank itself, None where it has nothing to do, and a remark.
+    """The topology of a task that is a rank itself, None where it is surplus, and a remark.
 
     LaunchError where tasks and GPUs do not fit.
     """
@@ -99,7 +99,7 @@ def fit_ranks(facts: Topology, step: Step) -> tuple[Topology | None, str]:
 
 
 def launcher_role(step: Step) -> tuple[str, str]:
-    """What `unisono run` is in a task, and a remark: "launch", "rank" or "leave"."""
+    """The role of `unisono run` in a task ("launch", "rank" or "leave"), and a remark."""
     tasks, gpus = step.num_tasks, step.num_gpus
     if step.is_one_a_node:
         return "launch", ""
@@ -123,7 +123,7 @@ def launcher_role(step: Step) -> tuple[str, str]:
 
 
 def remark_on_allocation(env: Mapping[str, str]) -> str:
-    """What to say where a launcher runs in a job of several nodes, and not as a task on each."""
+    """A remark where a launcher runs in a job of several nodes, but not as a task on each."""
     num_nodes = _number(env.get("SLURM_JOB_NUM_NODES") or env.get("SLURM_NNODES", ""))
     if num_nodes < 2 or is_slurm_task(env):
         return ""
@@ -136,10 +136,9 @@ def remark_on_allocation(env: Mapping[str, str]) -> str:
 def coordinator(
     step: Step, env: Mapping[str, str], timeout_s: float
 ) -> tuple[str, tuple[int, ...], str]:
-    """Where the launchers of a job's nodes meet, and the secret of this run alone.
+    """The address of node 0's launcher, and the secret of this run alone.
 
-    The ports are those that the first node may take in place of the address' own, which the other
-    nodes look for as well.
+    The ports are alternatives to that of the address, which the other nodes try as well.
     """
     run = " ".join(["slurm nodes", str(step.num_nodes), *(env.get(name, "") for name in _RUN)])
     host = first_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST", ""))

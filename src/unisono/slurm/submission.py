@@ -59,7 +59,7 @@ def job_of(program: tuple[str, ...], given: Mapping[str, Any], *, cluster_name: 
 
 
 def sweep_of(swept: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """The words of each job of a sweep: every combination of the values.
+    """The arguments of each job of a sweep: every combination of the values.
 
     >>> sweep_of(["rate=0.1,0.01", "depth=2"])
     (('--rate=0.1', '--depth=2'), ('--rate=0.01', '--depth=2'))
@@ -85,7 +85,7 @@ def sweep_of(swept: Sequence[str]) -> tuple[tuple[str, ...], ...]:
 
 
 def on_partition(job: Job, found: Sequence[Partition]) -> Job:
-    """The job with its share of the nodes' cores, after a look at what the cluster has."""
+    """The job with cores in proportion to its GPUs, checked against its partition."""
     partition = choose_partition(job, found)
     if job.cpus_per_node is not None or partition is None:
         return job

@@ -52,42 +52,52 @@ def plan(num_processes, num_cores, quota=None, gpus=None, policy=None, **given):
 )
 def test_cores_are_split_or_shared_by_all(num_processes, num_cores, cores):
     found = plan(num_processes, num_cores)
-    assert [seat.cores for seat in found] == cores
-    assert [seat.env["OMP_NUM_THREADS"] for seat in found] == [str(len(c) or 1) for c in cores]
+    assert [each.cores for each in found] == cores
+    assert [each.env["OMP_NUM_THREADS"] for each in found] == [str(len(c) or 1) for c in cores]
+
+
+def test_one_switch_leaves_cpu_processes_as_they_are():
+    (first, second) = plan(2, 4, UNISONO_CPU_TUNING="0")
+    assert first == second == Resources({})
+    (asked,) = plan(1, 4, policy=Policy(cpu_threads=3), UNISONO_CPU_TUNING="0")
+    assert asked.env["OMP_NUM_THREADS"] == "3"
+    assert MEMORY.keys().isdisjoint(asked.env)
+    (on_gpu, _) = plan(2, 4, gpus=GPUS, UNISONO_CPU_TUNING="0")
+    assert on_gpu == plan(2, 4, gpus=GPUS)[0]
 
 
 def test_threads_follow_the_cores_and_xla_counts_them_itself():
-    (seat,) = plan(1, 4)
-    assert seat.env == dict.fromkeys(PINNED, "4") | MEMORY
+    (each,) = plan(1, 4)
+    assert each.env == dict.fromkeys(PINNED, "4") | MEMORY
 
 
 def test_a_container_that_pays_for_fewer_cores_is_not_pinned_to_some():
     """Other containers would be pinned to the same; the numbers of threads keep to the limit."""
     found = plan(2, 64, quota=5)
-    assert [seat.cores for seat in found] == [(), ()]
+    assert [each.cores for each in found] == [(), ()]
     assert found[0].env == dict.fromkeys(PINNED | {"PJRT_NPROC"}, "2") | MEMORY
 
 
 def test_what_the_user_has_set_stands():
-    (seat,) = plan(1, 4, MKL_NUM_THREADS="3")
-    assert seat.env == dict.fromkeys(PINNED - {"MKL_NUM_THREADS"}, "4") | MEMORY
+    (each,) = plan(1, 4, MKL_NUM_THREADS="3")
+    assert each.env == dict.fromkeys(PINNED - {"MKL_NUM_THREADS"}, "4") | MEMORY
 
 
 def test_a_number_of_threads_that_is_asked_for():
     found = plan(2, 8, policy=Policy(cpu_threads=3))
-    assert [seat.cores for seat in found] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert [each.cores for each in found] == [(0, 1, 2, 3), (4, 5, 6, 7)]
     assert found[0].env["OMP_NUM_THREADS"] == "3"
     assert json.loads(found[0].env["UNISONO_POLICY"])["cpu_threads"] == 3
 
 
 def test_one_gpu_each_and_all_cores():
     found = plan(2, 8, gpus=GPUS, policy=Policy(gpus=(0, 2), memory="grow"))
-    assert [seat.env["CUDA_VISIBLE_DEVICES"] for seat in found] == ["GPU-a", "GPU-c"]
-    for seat in found:
-        assert seat.cores == ()
-        assert seat.env["OMP_NUM_THREADS"] == "4"
-        assert "TF_NUM_INTRAOP_THREADS" not in seat.env
-        assert json.loads(seat.env["UNISONO_POLICY"]) == {
+    assert [each.env["CUDA_VISIBLE_DEVICES"] for each in found] == ["GPU-a", "GPU-c"]
+    for each in found:
+        assert each.cores == ()
+        assert each.env["OMP_NUM_THREADS"] == "4"
+        assert "TF_NUM_INTRAOP_THREADS" not in each.env
+        assert json.loads(each.env["UNISONO_POLICY"]) == {
             "gpus": None,
             "memory": "grow",
             "cpu_threads": None,
@@ -96,8 +106,8 @@ def test_one_gpu_each_and_all_cores():
 
 def test_simulated_gpus_are_cores():
     found = plan(2, 4, gpus=Selection((0, 1), (), (), is_simulated=True))
-    assert [seat.env["UNISONO_SIMULATED_GPUS"] for seat in found] == ["1", "1"]
-    assert [seat.cores for seat in found] == [(0, 1), (2, 3)]
+    assert [each.env["UNISONO_SIMULATED_GPUS"] for each in found] == ["1", "1"]
+    assert [each.cores for each in found] == [(0, 1), (2, 3)]
 
 
 def test_a_process_is_told_its_place():
