@@ -11,10 +11,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 def num_cores() -> int:
     """The cores that this process may use; a fraction of a core counts as one."""
-    try:
-        allowed = len(os.sched_getaffinity(0))
-    except AttributeError:  # Only Linux has it.
-        allowed = os.cpu_count() or 1
+    allowed = len(os.sched_getaffinity(0))
     quota = _cpu_quota()
     return allowed if quota is None else max(1, min(allowed, math.ceil(quota)))
 

@@ -8,7 +8,6 @@ started: Keras' torch backend does it on import.
 """
 
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -110,8 +109,6 @@ _NOT_INITIALIZED = 3
 
 def has_cuda_started() -> bool:
     """Whether the list of visible GPUs is fixed for this process."""
-    if not sys.platform.startswith("linux"):
-        return False
     import ctypes
 
     try:

@@ -12,7 +12,6 @@ import pickle
 import selectors
 import socket
 import struct
-import tempfile
 import threading
 from typing import Any
 
@@ -78,11 +77,7 @@ class SharedMemory:
 
     @classmethod
     def create(cls, num_bytes: int) -> "SharedMemory":
-        if hasattr(os, "memfd_create"):
-            file = os.memfd_create("unisono")
-        else:
-            file, path = tempfile.mkstemp(prefix="unisono-")
-            os.unlink(path)
+        file = os.memfd_create("unisono")
         os.ftruncate(file, num_bytes)
         return cls(file, num_bytes)
 

@@ -36,7 +36,7 @@ from unisono.monitor.events import process_state
 
 _BOOTSTRAP = Path(__file__).parent.with_name("bootstrap.py")
 # A real-time signal, which no library claims.
-_SHOW_STACKS = getattr(signal, "SIGRTMAX", signal.SIGUSR2) - (4 if sys.platform == "linux" else 0)
+_SHOW_STACKS = signal.SIGRTMAX - 4
 _TICK_S = 0.2
 _STACKS_S = 2.0
 _TERM_S = 2.0  # A process of JAX does not end on SIGTERM.

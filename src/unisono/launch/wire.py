@@ -262,9 +262,7 @@ def tune(sock: socket.socket) -> None:
     """Send without delay, and notice soon that the other end does not answer any more."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     # A cut link answers nothing at all; without this a send would be tried for minutes.
-    if hasattr(socket, "TCP_USER_TIMEOUT"):
-        timeout_ms = _UNANSWERED_S * 1000
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNANSWERED_S * 1000)
 
 
 def _read(sock: socket.socket, num_bytes: int, deadline: float) -> bytes:

@@ -9,7 +9,6 @@ from unisono.launch import failure
 from unisono.launch.failure import (
     Failure,
     cause_of_code,
-    describe,
     first_of,
     last_output,
     signal_name,
@@ -41,33 +40,6 @@ def failed(kind: str, rank: int = 0) -> Failure:
 def test_what_has_a_cause_of_its_own_comes_first(kinds, first):
     failures = [failed(kind, rank) for rank, kind in enumerate(kinds)]
     assert first_of(failures) is failures[first]
-
-
-def test_the_text_ends_with_the_first_failure_and_its_traceback():
-    first = Failure(
-        "raised", "raised ValueError", 1, 3, 1, "host b", 12, TRACE, "a\nb", "/logs/rank-3.log"
-    )
-    assert describe([failed("echo"), first], {}, {}) == (
-        "[rank 3] a\n"
-        "[rank 3] b\n"
-        "unisono: rank 3 (process 12 on host b) raised ValueError. "
-        "All processes of the run were ended.\n"
-        "After it: rank 0 (process 7 on host h) failed by echo\n"
-        "All of its output is in /logs/rank-3.log.\n" + TRACE
-    )
-
-
-def test_stacks_come_before():
-    names = {1: "rank 1, at “x”", 0: "rank 0"}
-    text = describe([failed("stall")], {1: "Thread 1\n  File a", 0: ""}, names)
-    assert text.startswith(
-        "rank 0:\n(no answer)\n\nrank 1, at “x”:\nThread 1\n  File a\n\nunisono:"
-    )
-
-
-def test_a_failure_travels_as_json():
-    first = failed("raised")
-    assert Failure.from_message(first.to_message()) == first
 
 
 @pytest.mark.parametrize(

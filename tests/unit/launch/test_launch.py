@@ -1,12 +1,10 @@
-"""Lines, shared memory and worker processes, with real processes and a stand-in for the worker."""
+"""Worker processes, their channels and shared memory: real processes, a stand-in for the worker."""
 
 import contextlib
-import mmap
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -14,23 +12,12 @@ import pytest
 import stand_in_worker
 
 from unisono.errors import WorkerError
-from unisono.launch import channel as channel_module
 from unisono.launch import workers as workers_module
-from unisono.launch.channel import Channel, SharedMemory
+from unisono.launch.channel import SharedMemory
 from unisono.launch.workers import Workers
 
 TIMEOUT_S = 30.0
 MIB = 1 << 20
-
-
-@pytest.fixture
-def line():
-    """Both ends of a line, in this process."""
-    ours, theirs = Channel.pair()
-    ends = ours, Channel(theirs)
-    yield ends
-    for end in ends:
-        end.close()
 
 
 @pytest.fixture
@@ -63,97 +50,6 @@ def ended_within(pids, timeout_s: float) -> bool:
             return False
         time.sleep(0.05)
     return True
-
-
-class TestChannel:
-    def test_messages_arrive_whole_and_in_order(self, line):
-        ours, theirs = line
-        messages = [None, 1, "text", b"", {"a": [1, 2]}, ("step", (3, 4))]
-        for message in messages:
-            ours.send(message)
-        assert [theirs.receive() for _ in messages] == messages
-        theirs.send("answer")
-        assert ours.receive() == "answer"
-
-    def test_a_message_larger_than_any_buffer(self, line):
-        ours, theirs = line
-        large = os.urandom(5 * MIB)
-        sender = threading.Thread(target=ours.send, args=(large,))
-        sender.start()
-        assert theirs.receive() == large
-        sender.join(TIMEOUT_S)
-        assert not sender.is_alive()
-
-    def test_the_end_of_the_line_is_an_end_of_file(self, line):
-        ours, theirs = line
-        ours.send("last")
-        ours.close()
-        assert theirs.receive() == "last"
-        with pytest.raises(EOFError):
-            theirs.receive()
-        with pytest.raises(EOFError):
-            theirs.receive_memory()
-
-    def test_a_line_cut_in_the_middle_of_a_message(self, line):
-        ours, theirs = line
-        ours._socket.sendall(channel_module._LENGTH.pack(100) + b"only this")
-        ours.close()
-        with pytest.raises(EOFError):
-            theirs.receive()
-
-    def test_nothing_is_sent_of_what_cannot_be_pickled(self, line):
-        ours, theirs = line
-        with pytest.raises((TypeError, AttributeError)):
-            ours.send(threading.Lock())
-        ours.send("next")
-        assert theirs.receive() == "next"
-
-    def test_memory_travels_between_messages(self, line):
-        ours, theirs = line
-        memory = SharedMemory.create(16)
-        ours.send("before")
-        ours.send_memory(memory)
-        ours.send("after")
-        assert theirs.receive() == "before"
-        received = theirs.receive_memory()
-        assert theirs.receive() == "after"
-        memory.buffer[:5] = b"hello"
-        assert received.buffer[:5] == b"hello"
-        memory.close()
-        received.close()
-
-
-class TestSharedMemory:
-    @pytest.mark.parametrize("num_bytes", [1, mmap.PAGESIZE, 80 * MIB])
-    def test_it_has_the_size_asked_for_and_starts_empty(self, num_bytes):
-        memory = SharedMemory.create(num_bytes)
-        assert memory.num_bytes == len(memory.buffer) == num_bytes
-        assert memory.buffer[0] == memory.buffer[-1] == 0
-        memory.close()
-
-    def test_it_has_no_name_and_leaves_no_file(self):
-        before = set(os.listdir("/dev/shm"))
-        memory = SharedMemory.create(MIB)
-        assert set(os.listdir("/dev/shm")) == before
-        memory.close()
-        with pytest.raises(OSError, match="Bad file descriptor"):
-            os.fstat(memory.file)
-
-    def test_views_outlive_the_file(self):
-        memory = SharedMemory.create(8)
-        view = memoryview(memory.buffer)
-        memory.close()
-        view[:4] = b"view"
-        assert memory.buffer[:4] == b"view"
-
-    def test_a_system_without_memfd_uses_an_unlinked_file(self, monkeypatch, tmp_path):
-        monkeypatch.delattr(os, "memfd_create")
-        monkeypatch.setattr(channel_module.tempfile, "tempdir", str(tmp_path))
-        memory = SharedMemory.create(MIB)
-        memory.buffer[:4] = b"file"
-        assert os.listdir(tmp_path) == []
-        assert os.pread(memory.file, 4, 0) == b"file"
-        memory.close()
 
 
 class TestWorkers:
