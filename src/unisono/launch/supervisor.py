@@ -7,6 +7,7 @@ every process' Python stack is shown. The launchers of other nodes report to nod
 they end their processes by themselves.
 """
 
+import abc
 import signal
 import time
 from typing import Any
@@ -26,7 +27,7 @@ _ANSWER_S = 3.0
 _OVER_S = 8.0
 
 
-class Supervisor:
+class Supervisor(abc.ABC):
     """What the launchers of all nodes do."""
 
     def __init__(self, processes: LocalProcesses) -> None:
@@ -45,9 +46,9 @@ class Supervisor:
         """Pass a preemption on to the processes."""
         self._processes.preempt()
 
+    @abc.abstractmethod
     def supervise(self) -> Outcome:
         """Supervise the run to its end."""
-        raise NotImplementedError
 
     def _interruption(self) -> Failure:
         number = self._interrupts[0]

@@ -1,4 +1,4 @@
-"""What a program of several processes reads from its standard input: the first process reads it."""
+"""Standard streams of a run: rank 0 reads input for all, and output passes through one thread."""
 
 import fcntl
 import json
@@ -6,8 +6,11 @@ import os
 import subprocess
 import sys
 import termios
+import threading
 from pathlib import Path
 from typing import Any
+
+from unisono.launch.streams import Output
 
 PROGRAM = """
 import json, sys
@@ -88,3 +91,29 @@ def test_a_terminal_is_read_too(tmp_path):
         process.wait()
         os.close(ours)
     assert read(tmp_path)[1] == [None, "alice", "3", ["x\n"]]
+
+
+def test_what_was_printed_before_is_there_after_catching_up():
+    output = Output()
+    streams = output.open(1)
+    expected = ""
+    for i in range(200):
+        line = f"{i} " * 1000 + "\n"
+        os.write(streams.stdout, line.encode())
+        assert output.catch_up(10)
+        expected += line
+        assert output.last_output(1).endswith(expected[-4000:])
+    streams.close()
+    output.close()
+
+
+def test_a_reader_that_takes_no_more_text_is_not_waited_for():
+    taken = threading.Event()
+    output = Output(is_all_shown=True, show=lambda number, data: taken.wait())
+    streams = output.open(1)
+    os.write(streams.stdout, b"a line\n")
+    assert not output.catch_up(0.2)
+    taken.set()
+    assert output.catch_up(10)
+    streams.close()
+    output.close()
