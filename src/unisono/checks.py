@@ -3,10 +3,9 @@
 import zlib
 from typing import TYPE_CHECKING
 
-from unisono.backends import Adopted
 from unisono.errors import DisagreementError, ModelError
 from unisono.launch.client import current_world
-from unisono.parallel import adopted_as, check_model
+from unisono.parallel import check_model, replicated_model
 
 if TYPE_CHECKING:
     import keras
@@ -25,10 +24,10 @@ def check_replicas(model: "keras.Model") -> str:
     8
     """
     check_model(model, "check_replicas")
-    adopted: Adopted | None = adopted_as(model)
+    replicated = replicated_model(model)
     world = current_world()
-    if adopted is not None:
-        names, replicas = adopted.variable_names(), adopted.checksums()
+    if replicated is not None:
+        names, replicas = replicated.variable_names(), replicated.checksums()
     elif world is not None:
         # A model of a custom training loop: every process has a copy.
         from unisono.replication.checksums import names_of, own_checksums

@@ -1,18 +1,18 @@
 """Join the run that this process was started for, on `import unisono`.
 
-Frameworks refuse to join once they have started, and building a model starts them. So the line to
-the other processes is made at once, and the backend's engine joins right after its framework is
+Frameworks refuse to join once they have started, and building a model starts them. So the
+connection to the rendezvous server is made at once, and a framework joins right after it is
 imported, before a program can use it.
 """
 
 import functools
-import importlib
 import os
 import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
 
+from unisono.backends import FRAMEWORKS, load_framework
 from unisono.errors import LaunchError
 from unisono.imports import after_import, keras_backend
 from unisono.launch.client import World, current_world, enter
@@ -53,9 +53,9 @@ def join() -> World | None:
     if not world.is_chief:
         # One run of W&B for all processes. `wandb.init(mode=...)` still opens one in each.
         os.environ["WANDB_MODE"] = "disabled"
-    after_import("keras", lambda keras: _prepare_keras(keras, world))
-    for framework in ("jax", "tensorflow", "torch"):
-        after_import(framework, functools.partial(_join_backend, framework, world))
+    after_import("keras", lambda keras: _join_keras(world))
+    for name in FRAMEWORKS:
+        after_import(name, functools.partial(_join_framework, name, world))
     return world
 
 
@@ -104,15 +104,17 @@ def is_command(words: Sequence[str]) -> bool:
     return False
 
 
-def _prepare_keras(keras: Any, world: World) -> None:
+def _join_keras(world: World) -> None:
+    from unisono.replication.random_state import set_seed
+
     check_versions("keras")
     # Models that the processes build then begin alike, and their data is shuffled alike.
-    importlib.import_module("unisono.replication.seeds").set_seed(world.seed)
-    if keras_backend() == "torch" and world.is_ours:
-        importlib.import_module("unisono.backends.torch.native_optimizers").hook_for_good(world)
+    set_seed(world.seed)
+    if world.is_ours:
+        load_framework().join_keras(world)
 
 
-def _join_backend(framework: str, world: World, module: Any) -> None:
-    if keras_backend() == framework and world.is_ours:
-        check_versions(framework)
-        importlib.import_module(f"unisono.backends.{framework}.distributed").join(world)
+def _join_framework(name: str, world: World, module: Any) -> None:
+    if keras_backend() == name and world.is_ours:
+        check_versions(name)
+        load_framework(name).join(world)
