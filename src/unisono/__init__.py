@@ -3,8 +3,6 @@
 import importlib as _importlib
 from typing import Any as _Any
 
-from unisono.checks import check_replicas
-from unisono.configuration import configure
 from unisono.devices import Device, devices
 from unisono.errors import (
     BenchError,
@@ -28,7 +26,7 @@ from unisono.errors import (
     WorkerError,
 )
 from unisono.joining import join as _join
-from unisono.parallel import parallel, release
+from unisono.parallel import check_replicas, configure, parallel, release
 from unisono.placement import device, log_placement, where
 from unisono.reserve import reserve as _reserve
 from unisono.spawn import spawn

@@ -23,8 +23,7 @@ from typing import Any, Protocol, runtime_checkable
 import keras
 
 from unisono.backends import Framework, ReplicatedModel
-from unisono.checkpoint.chief_files import write_as_chief
-from unisono.checkpoint.saving import SAVES, protect_backups, safely
+from unisono.checkpoint.saving import SAVES, protect_backups, safely, write_as_chief
 from unisono.data.arrays import serving
 from unisono.data.feed import Feed
 from unisono.data.shards import nearest_divisible

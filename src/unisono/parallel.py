@@ -1,13 +1,25 @@
-"""The public call: put a model on every device of this machine, in place."""
+"""The public calls on a model: make it parallel, compare its replicas, give it back.
 
+`configure` limits what they may use of the machine. Keras is imported where a model is at hand.
+"""
+
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from unisono.backends import ReplicatedModel, load_backend, load_framework
-from unisono.devices import Placement, choose, choose_own, simulated_gpus, warn_of_cores
-from unisono.errors import ModelError, StrategyError
+from unisono.backends.settings import apply_policy
+from unisono.devices import (
+    Placement,
+    choose,
+    choose_own,
+    current_policy,
+    describe,
+    simulated_gpus,
+    warn_of_cores,
+)
+from unisono.errors import DisagreementError, ModelError, StrategyError
 from unisono.hooks import unbind
-from unisono.launch.client import current_world
 
 if TYPE_CHECKING:
     import keras
@@ -67,6 +79,8 @@ def spread(
 
 def place(*, replicas: int | None, gpus: int | Sequence[int] | None) -> Placement:
     """The devices that a request means: this machine's, or this process' own in a run of more."""
+    from unisono.launch.client import current_world
+
     world = current_world()
     if world is None:
         placement = choose(replicas=replicas, gpus=gpus, num_visible_gpus=count_gpus())
@@ -92,6 +106,71 @@ def release(model: "keras.Model") -> "keras.Model":
         unbind(model, _REPLICATED)
         unbind_calls(model)
     return model
+
+
+def check_replicas(model: "keras.Model") -> str:
+    """Compare every replica's copy of a model's weights and optimizer state, bit by bit.
+
+    Returns their common checksum; DisagreementError names the variable in which replicas differ.
+    In a run of several processes all of them must call it.
+
+    >>> import keras
+    >>> from unisono import parallel
+    >>> model = parallel(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]), replicas=2)
+    >>> len(check_replicas(model))
+    8
+    """
+    from unisono.launch.client import current_world
+
+    check_model(model, "check_replicas")
+    replicated = replicated_model(model)
+    world = current_world()
+    if replicated is not None:
+        names, replicas = replicated.variable_names(), replicated.checksums()
+    elif world is not None:
+        # A model of a custom training loop: every process has a copy.
+        from unisono.replication.checksums import names_of, own_checksums
+
+        names, replicas = names_of(model), [own_checksums(model)]
+    else:
+        raise ModelError(
+            "Asked to compare the replicas of a model that has none. Call unisono.parallel(model) "
+            "first."
+        )
+    if world is not None:
+        replicas = [one for own in world.all_gather("check_replicas", replicas) for one in own]
+    for replica, found in enumerate(replicas[1:], start=1):
+        pairs = zip(replicas[0], found, strict=False)
+        differing = [i for i, (first, other) in enumerate(pairs) if first != other]
+        if differing or len(found) != len(replicas[0]):
+            where = names[differing[0]] if differing else "their number"
+            raise DisagreementError(
+                f"Replica {replica} differs from replica 0 in {len(differing)} of {len(names)} "
+                f"variables, first in {where}. A value was changed on one replica only, outside "
+                "of a training step; change it everywhere, or on the chief, before the next step."
+            )
+    return f"{zlib.crc32(repr(replicas[0]).encode()):08x}"
+
+
+def configure(
+    gpus: int | Sequence[int] | str | None = None,
+    memory: str | float | None = None,
+    cpu_threads: int | None = None,
+) -> None:
+    """Limit what this process takes of the machine; call it at the top, before devices start.
+
+    `gpus` is a number, a list of ids, `"idle"` or `"idle:2"`, the two emptiest; the others are
+    hidden from every backend, and those left are counted from 0. `memory`, for each process on
+    each GPU, is `"grow"`, `"all"`, an amount such as `"8GiB"` or a share such as 0.5. Later calls
+    may add to what was set, and raise `DeviceError` where they contradict it.
+
+    >>> import unisono
+    >>> unisono.configure(memory="grow", cpu_threads=2)
+    """
+    before = current_policy()
+    policy = before.joined_with(describe(gpus, memory, cpu_threads))
+    if policy != before:
+        apply_policy(policy, before)
 
 
 def is_parallel(model: Any) -> bool:

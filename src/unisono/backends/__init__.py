@@ -8,9 +8,8 @@ from unisono.backends.jax.framework import JaxFramework
 from unisono.backends.tensorflow.framework import TensorFlowFramework
 from unisono.backends.torch.framework import TorchFramework
 from unisono.errors import ModelError
-from unisono.imports import keras_backend
+from unisono.imports import check_versions, keras_backend
 from unisono.replication.framework import register
-from unisono.versions import check_versions
 
 __all__ = [
     "FRAMEWORKS",

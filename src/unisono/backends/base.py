@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from unisono.devices import Grant, Placement, Policy
 from unisono.devices.locations import Location
-from unisono.launch.client import World
 from unisono.replication.framework import FrameworkState
 
 if TYPE_CHECKING:
     from unisono.data.feed import Feed  # Imports Keras.
+    from unisono.launch.client import World
 
 
 class Framework(FrameworkState, Protocol):
@@ -50,10 +50,10 @@ class Framework(FrameworkState, Protocol):
     def apply(self, module: Any, grant: Grant) -> None:
         """Set what takes a call; the framework is imported and has not started its devices."""
 
-    def join(self, world: World) -> None:
+    def join(self, world: "World") -> None:
         """Join the processes of a run; called right after the framework is imported."""
 
-    def join_keras(self, world: World) -> None:
+    def join_keras(self, world: "World") -> None:
         """Prepare Keras for a run; called right after it is imported."""
 
 

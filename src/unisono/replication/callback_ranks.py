@@ -16,7 +16,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from unisono.data.adapters import changing_arrays
+from unisono.data.arrays import changing_arrays
 from unisono.errors import StrategyError
 from unisono.hooks import bind
 from unisono.launch.client import World

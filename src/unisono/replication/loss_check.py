@@ -22,9 +22,9 @@ import keras
 import numpy as np
 from keras import ops
 
+from unisono.hooks import Patch
 from unisono.keras_internals import global_seed_state, random_module
 from unisono.launch.client import current_world
-from unisono.patches import Patch
 from unisono.replication.framework import framework
 from unisono.replication.introspection import leaf_metrics, optimizers_of, with_inner
 from unisono.replication.loss_kinds import (

@@ -5,10 +5,12 @@ Nothing of JAX is imported before it is needed: settings are made before Keras c
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unisono.devices import Grant, Policy, has_cuda_started
-from unisono.launch.client import World
+
+if TYPE_CHECKING:
+    from unisono.launch.client import World
 
 _SHARE = "XLA_CLIENT_MEM_FRACTION"
 _OLD_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
@@ -53,12 +55,12 @@ class JaxFramework:
 
     # -- joining a run -------------------------------------------------------------------------
 
-    def join(self, world: World) -> None:
+    def join(self, world: "World") -> None:
         from unisono.backends.jax.distributed import join
 
         join(world)
 
-    def join_keras(self, world: World) -> None:
+    def join_keras(self, world: "World") -> None:
         """Keras needs nothing more on JAX."""
 
     # -- state: JAX has none, and its replicas see the global batch, so that no step is tried ---

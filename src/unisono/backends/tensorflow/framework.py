@@ -6,11 +6,13 @@ backend.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unisono.devices import Grant, Policy
 from unisono.errors import DeviceError
-from unisono.launch.client import World
+
+if TYPE_CHECKING:
+    from unisono.launch.client import World
 
 _MEGABYTE = 2**20
 _DRAWS = ("normal", "uniform", "truncated_normal", "categorical", "shuffle", "gamma")
@@ -48,12 +50,12 @@ class TensorFlowFramework:
 
     # -- joining a run -------------------------------------------------------------------------
 
-    def join(self, world: World) -> None:
+    def join(self, world: "World") -> None:
         from unisono.backends.tensorflow.distributed import join
 
         join(world)
 
-    def join_keras(self, world: World) -> None:
+    def join_keras(self, world: "World") -> None:
         """Keras needs nothing more on TensorFlow."""
 
     # -- state ---------------------------------------------------------------------------------

@@ -9,10 +9,12 @@ import functools
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unisono.devices import Grant, Policy, has_cuda_started
-from unisono.launch.client import World
+
+if TYPE_CHECKING:
+    from unisono.launch.client import World
 
 _ALLOCATOR = "PYTORCH_ALLOC_CONF"
 _OLD_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
@@ -65,12 +67,12 @@ class TorchFramework:
 
     # -- joining a run -------------------------------------------------------------------------
 
-    def join(self, world: World) -> None:
+    def join(self, world: "World") -> None:
         from unisono.backends.torch.distributed import join
 
         join(world)
 
-    def join_keras(self, world: World) -> None:
+    def join_keras(self, world: "World") -> None:
         """Reduce the gradients of torch's own optimizers in custom training loops."""
         from unisono.backends.torch.native_optimizers import hook_for_good
 
