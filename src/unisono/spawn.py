@@ -1,27 +1,23 @@
 """Run a function in one fresh process per replica of this machine.
 
-The process that asks is none of the replicas, so a notebook or a program with a model of its own
-is left as it is; it only hosts the meeting point of the run, on loopback.
+The calling process is none of the replicas, so a notebook or a program with a model of its own is
+left as it is; it only runs the rendezvous server of the run, on loopback.
 """
 
 import os
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unisono.devices import Placement, choose, current_policy, num_gpus, select, warn_of_cores
-from unisono.devices.cpu import num_cores
 from unisono.errors import StrategyError
 from unisono.imports import keras_backend
-from unisono.launch.answers import collect
-from unisono.launch.client import current_world
-from unisono.launch.network import LOOPBACK, interface_of
-from unisono.launch.plan import START_TIMEOUT, TIMEOUT, Facts, Seat, environment, seats
-from unisono.launch.rendezvous import Meeting
-from unisono.launch.secret import new_secret
-from unisono.launch.workers import Workers
 from unisono.parallel import check_call
-from unisono.pickling import dumps
+
+# What starts processes is imported when it is used: `import unisono` is to be quick.
+if TYPE_CHECKING:
+    from unisono.launch.plan import Facts, Seat
+    from unisono.launch.rendezvous import Meeting
 
 _TIMEOUT_S = 600.0
 _START_TIMEOUT_S = 300.0
@@ -47,6 +43,11 @@ def spawn(
     ...
     unisono.errors.DeviceError: Asked for replicas=0. Give a whole number of at least 1.
     """
+    from unisono.launch.client import current_world
+    from unisono.launch.plan import TIMEOUT
+    from unisono.launch.rendezvous import Meeting
+    from unisono.launch.secret import new_secret
+
     if current_world() is not None:
         raise StrategyError(
             "Asked to spawn processes in one of a run of several processes. Spawn them from a "
@@ -66,7 +67,11 @@ def spawn(
         meeting.close()
 
 
-def _run(task: bytes, placement: Placement, facts: Facts) -> list[Any]:
+def _run(task: bytes, placement: Placement, facts: "Facts") -> list[Any]:
+    from unisono.launch.answers import collect
+    from unisono.launch.plan import environment
+    from unisono.launch.workers import Workers
+
     places = _seats(placement)
     # The search path is not the one that this process was given, but the one it has now.
     given = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -83,7 +88,10 @@ def _run(task: bytes, placement: Placement, facts: Facts) -> list[Any]:
         workers.kill()
 
 
-def _facts(meeting: Meeting, secret: str) -> Facts:
+def _facts(meeting: "Meeting", secret: str) -> "Facts":
+    from unisono.launch.network import LOOPBACK, interface_of
+    from unisono.launch.plan import START_TIMEOUT, TIMEOUT, Facts
+
     return Facts(
         first_rank=0,
         world_size=meeting.size,
@@ -99,7 +107,10 @@ def _facts(meeting: Meeting, secret: str) -> Facts:
     )
 
 
-def _seats(placement: Placement) -> list[Seat]:
+def _seats(placement: Placement) -> "list[Seat]":
+    from unisono.devices.cpu import num_cores
+    from unisono.launch.plan import seats
+
     is_on_cpus = placement.kind == "cpu" and not placement.is_simulated
     return seats(
         placement.num_replicas,
@@ -116,6 +127,8 @@ def _seconds(name: str, default: float) -> float:
 
 
 def _pack(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
+    from unisono.pickling import dumps
+
     try:
         packed = dumps((function, tuple(args), dict(kwargs)))
     except Exception as error:

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from collections import deque
-from types import SimpleNamespace
 
 import pytest
 from twins import BACKEND
@@ -181,31 +180,6 @@ def test_a_step_that_was_over_already_tells_nothing(short_steps, clock):
     assert most_under_way([Step(clock, 0.05, is_over=True) for _ in range(12)], short_steps) == 8
 
 
-@pytest.mark.parametrize("is_kept", [True, False])
-def test_memory_is_watched_while_long_steps_run(under_way, clock, monkeypatch, is_kept):
-    watched = []
-
-    class PeakWatch:
-        def begin(self, seconds):
-            watched.append(round(seconds, 3))
-
-    monkeypatch.setattr(jax_ahead, "PeakWatch", PeakWatch)
-    monkeypatch.setattr(jax_ahead, "keep_buffers_of_any_size", lambda: is_kept)
-    for _ in range(3):
-        give_out(Step(clock, 0.5))
-    # Of the first nothing is known; then for longer than the last one took.
-    assert watched == ([0.4, 1.0, 1.0] if is_kept else [])
-
-
-def test_memory_is_not_watched_for_short_ones(short_steps, clock, monkeypatch):
-    watched = []
-    monkeypatch.setattr(jax_ahead, "keep_buffers_of_any_size", lambda: True)
-    monkeypatch.setattr(jax_ahead, "PeakWatch", lambda: SimpleNamespace(begin=watched.append))
-    for _ in range(12):
-        give_out(Step(clock, 0.05))
-    assert watched == []
-
-
 def test_after_a_failed_step_none_is_waited_for(under_way, clock):
     class Failed(Step):
         def wait(self):
@@ -218,30 +192,3 @@ def test_after_a_failed_step_none_is_waited_for(under_way, clock):
         jax_ahead.await_turn()
     jax_ahead.await_turn()
     assert not under_way
-
-
-# Two steps that overlap would need their buffer twice.
-LONG_STEPS = """
-import keras, numpy as np, resource, unisono
-net = [keras.Input((64, 64, 8))] + [keras.layers.Conv2D(16, 3, padding="same") for _ in range(3)]
-model = keras.Sequential(net + [keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(1)])
-if {ours}:
-    model = unisono.parallel(model, replicas=1)
-model.compile("sgd", "mse")
-x, y = np.ones((256, 64, 64, 8), "float32"), np.ones((256, 1), "float32")
-model.fit(x, y, batch_size=64, epochs=2, verbose=0)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-model.fit(x, y, batch_size=64, epochs=1, verbose=0)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
-
-
-@pytest.mark.slow
-def test_the_memory_of_long_steps_is_not_cleared_anew():
-    def num_cleared(ours, **env):
-        env = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")} | env
-        words = [sys.executable, "-c", LONG_STEPS.format(ours=ours)]
-        done = subprocess.run(words, env=env, capture_output=True, text=True, check=True)
-        return int(done.stdout.split()[-1])
-
-    assert num_cleared(True) < num_cleared(False, UNISONO_KEEP_MEMORY="0") / 3

@@ -366,9 +366,9 @@ def seeds_as_keras_does(model: Any) -> bool:
 
     keras.utils.set_random_seed(11)
     expected = drawn()
-    lookup("unisono.replication.seeds:set_seed")(12)
+    lookup("unisono.replication.random_state:set_seed")(12)
     others = drawn()
-    lookup("unisono.replication.seeds:set_seed")(11)
+    lookup("unisono.replication.random_state:set_seed")(11)
     return drawn() == expected and others[-1] != expected[-1]
 
 

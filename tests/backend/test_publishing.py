@@ -13,11 +13,11 @@ import pytest
 from launching import wait_for
 
 import unisono
+from unisono import telemetry
 from unisono.bench import publishing
 from unisono.callbacks import DeviceStats
 from unisono.monitor.events import RankEvents, read_runs
 from unisono.monitor.verdict import verdict_on_run
-from unisono.replication import publishing as publishing_of_fits
 
 X, Y = np.ones((64, 4), "float32"), np.ones((64, 1), "float32")
 
@@ -112,7 +112,7 @@ class Never:
 
 
 def test_a_loss_that_does_not_come_does_not_hold_up_a_record():
-    loss, never = publishing_of_fits.Loss(), Never()
+    loss, never = telemetry.Loss(), Never()
     assert loss.newest({"loss": np.float32(0.5)}) == 0.5
     start = time.monotonic()
     try:

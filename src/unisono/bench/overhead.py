@@ -15,7 +15,6 @@ import sys
 from collections.abc import Sequence
 
 from unisono.bench.mnist_cnn import WAYS
-from unisono.devices.host_memory import KEEP
 
 _OURS = ("one", "two")
 _RATIOS = (("one", "plain"), ("two", "own"), ("two", "plain"))
@@ -71,8 +70,6 @@ def measure(
 
 def _start(backend: str, way: str, sizes: tuple[int, int]) -> "subprocess.Popen[str]":
     env = {**os.environ, "KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"}
-    if way not in _OURS:
-        env[KEEP] = "0"  # The program imports unisono, which others' users do not.
     process = subprocess.Popen(
         [sys.executable, "-m", "unisono.bench.mnist_cnn", way, *map(str, sizes)],
         env=env,

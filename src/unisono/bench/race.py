@@ -20,10 +20,9 @@ from typing import IO
 
 from unisono.bench.nets import NUM_STEPS, PER_REPLICA
 from unisono.devices import Policy
-from unisono.devices.host_memory import KEEP, TUNABLES
 from unisono.errors import BenchError
 from unisono.launch.orphan_guard import Guard
-from unisono.launch.plan import seats
+from unisono.launch.plan import TUNABLES, seats
 from unisono.scratch import temporary_folder
 
 _POLL_S = 0.02
@@ -207,8 +206,6 @@ def _start_pinned(
 def _environment(way: Way, backend: str, folder: Path) -> dict[str, str]:
     env = {**os.environ, "KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"}
     env |= {"BENCH_STORE": str(folder / f"{way.name}.store"), "UNISONO_RUNS": ""}
-    if way.kind not in _OURS:
-        env[KEEP] = "0"  # The racer imports unisono, which others' users do not.
     if way.kind == "distribution":
         count = f"--xla_force_host_platform_device_count={way.num_replicas}"
         env["XLA_FLAGS"] = f"{env.get('XLA_FLAGS', '')} {count}".strip()

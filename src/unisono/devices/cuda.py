@@ -4,7 +4,6 @@ CUDA reads `CUDA_VISIBLE_DEVICES` once, when the first library of the process st
 be long before a framework counts as started: Keras' torch backend does it on import.
 """
 
-import ctypes
 import os
 import sys
 
@@ -15,6 +14,8 @@ def has_cuda_started() -> bool:
     """Whether the list of visible GPUs is fixed for this process."""
     if not sys.platform.startswith("linux"):
         return False
+    import ctypes
+
     try:
         # NOLOAD: only a driver that somebody else has loaded.
         driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD)

@@ -15,8 +15,7 @@ from typing import Any
 import keras
 
 from unisono.errors import ModelError
-from unisono.hooks import unbind
-from unisono.patches import Patch
+from unisono.hooks import Patch, unbind
 
 REDUCTION = "_unisono_horovod"
 _PARALLEL = "_unisono"

@@ -6,7 +6,7 @@ same batches would make every step the step of one.
 """
 
 from unisono.launch.client import current_world
-from unisono.replication.seeds import set_seed
+from unisono.replication.random_state import set_seed
 
 _STRIDE = 1_000_003
 

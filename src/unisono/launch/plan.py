@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from unisono.devices import POLICY, REPLICAS, SIMULATED_GPUS, Policy, Selection
-from unisono.devices.host_memory import memory_environment
 from unisono.launch.client import HOST
 from unisono.launch.secret import SECRET
 from unisono.topology import COORDINATOR, JOINED
@@ -20,6 +19,8 @@ TIMEOUT = "UNISONO_TIMEOUT"
 START_TIMEOUT = "UNISONO_START_TIMEOUT"
 LEGACY = "UNISONO_LEGACY"
 """Tells a process to make old names work before its program runs; `bootstrap.py` reads it."""
+
+TUNABLES = "GLIBC_TUNABLES"
 
 _LIBRARY_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _TENSORFLOW_THREADS = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
@@ -88,6 +89,15 @@ def seats(
             env[LEGACY] = "1"
         found.append(Seat(env, pinned))
     return found
+
+
+def memory_environment(given: Mapping[str, str]) -> dict[str, str]:
+    """Have glibc reuse freed buffers in a process that trains on CPUs, unless a user has chosen."""
+    is_chosen = any(name == TUNABLES or name.startswith("MALLOC_") for name in given)
+    if is_chosen or "malloc" in given.get("LD_PRELOAD", ""):
+        return {}
+    settings = {"hugetlb": 1, "mmap_max": 0, "arena_max": 1, "trim_threshold": (1 << 63) - 1}
+    return {TUNABLES: ":".join(f"glibc.malloc.{name}={value}" for name, value in settings.items())}
 
 
 def environment(

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from unisono.checks import check_replicas
 from unisono.errors import OutputError, Preempted
 from unisono.launch.client import current_world
 from unisono.launch.preemption_signal import warn
+from unisono.parallel import check_replicas
 from unisono.training import plot, tables
 from unisono.training.outputs import write
 from unisono.training.progress import Bar

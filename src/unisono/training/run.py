@@ -123,7 +123,7 @@ class Run:
         """Seed every random generator, and choose the numbers that are computed with."""
         import keras
 
-        from unisono.replication.seeds import set_seed
+        from unisono.replication.random_state import set_seed
 
         set_seed(self.seed)
         if self.settings.is_mixed_precision:

@@ -5,10 +5,9 @@ import json
 import pytest
 
 from unisono.devices import Policy, Selection
-from unisono.devices.host_memory import memory_environment
 from unisono.errors import LaunchError
 from unisono.launch.hosts import HostSlots, merge_local, parse_hosts, spread
-from unisono.launch.plan import Facts, Seat, environment, seats
+from unisono.launch.plan import Facts, Seat, environment, memory_environment, seats
 
 PINNED = {"OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"}
 PINNED |= {"TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"}

@@ -10,7 +10,7 @@ import jax.extend.backend
 import keras
 import numpy as np
 
-from unisono.backends.jax.settings import has_started
+from unisono.backends.jax.framework import has_started
 from unisono.backends.jax.throttle import forget_steps
 from unisono.devices import Placement
 from unisono.errors import StartedError

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from unisono.backends.jax.coordination_service import NO_HEARTBEATS_S, address, hold_line
-from unisono.backends.jax.settings import has_started
+from unisono.backends.jax.framework import has_started
 from unisono.devices import num_gpus, simulated_gpus
 from unisono.devices.gloo_threads import patient_threads
 from unisono.errors import LaunchError, StartedError

@@ -50,7 +50,7 @@ class JaxBackend:
         if placement.kind == "cpu" and placement.num_processes == 1:
             ensure_cpu_devices(max(placement.indices) + 1)
 
-    def adopt(
+    def replicate(
         self, model: keras.Model, placement: Placement, *, sync_batch_norm: bool
     ) -> "JaxReplicas | JaxWorldReplicas":
         if placement.num_processes > 1:
@@ -79,6 +79,7 @@ class JaxReplicas:
     def __init__(self, model: keras.Model, placement: Placement, *, sync_batch_norm: bool) -> None:
         self.placement = placement
         self.sync_batch_norm = sync_batch_norm
+        self.feed = None
         self._model = model
         self._use_mesh()
         steps = {name: functools.partial(self._replicated_step, name) for name in _STEPS}
@@ -98,6 +99,9 @@ class JaxReplicas:
             variable._value = jax.numpy.asarray(np.asarray(variable._value))
         rebuild_functions(self._model)
         adopted.discard(self)
+
+    def settle(self, when: str) -> None:
+        """All replicas are in this process."""
 
     def variable_names(self) -> list[str]:
         return names_of(self._model)

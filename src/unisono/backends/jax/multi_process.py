@@ -29,7 +29,6 @@ from unisono.hooks import bind, original, unbind
 from unisono.keras_internals import jax_function, jax_step
 from unisono.replication.checksums import names_of, own_checksums
 from unisono.replication.interrupts import interrupts_held_back
-from unisono.replication.process_calls import WorldCalls
 
 _STEPS = ("train_step", "test_step", "predict_step")
 _OTHERS = (
@@ -52,8 +51,7 @@ class JaxWorldReplicas:
         self._mesh = world_mesh(placement.kind)
         self._collectives = JaxCollectives(kind=placement.kind)
         self._state = StepState(model, self._mesh, _known)
-        self._feed = Feed(self._mesh.world, needs_even_shards=True)
-        self._calls = WorldCalls(model, self._feed, self._settle)
+        self.feed = Feed(self._mesh.world, needs_even_shards=True)
         steps = {name: functools.partial(self._step, name) for name in _STEPS}
         bind_makers(model, placement, lambda: self._mesh, steps, sync_batch_norm=sync_batch_norm)
         bind(model, "_make_function", self._make_function)
@@ -61,13 +59,12 @@ class JaxWorldReplicas:
         for name in ("jax_state_sync", "state_sync"):  # The other name since Keras 3.16.
             bind(model, name, self._state.sync)
         bind(model, "_symbolic_build", self._build)
-        bind(model, "predict", self._built_before(vars(model)["predict"]))
+        bind(model, "predict", self._predict)
         rebuild_functions(model)
-        self._settle(f"parallel({model.name})")
+        self.settle(f"parallel({model.name})")
 
     def release(self) -> None:
-        self._calls.release()
-        unbind(self._model, *_STEPS, *_OTHERS)
+        unbind(self._model, *_STEPS, *_OTHERS, "predict")
         unbind_makers(self._model)
         self._list_all()
         for variable in self._state.variables():
@@ -80,22 +77,19 @@ class JaxWorldReplicas:
     def checksums(self) -> list[list[int]]:
         return [own_checksums(self._model)]
 
-    def _built_before(self, predict: Callable[..., Any]) -> Callable[..., Any]:
-        def call(x: Any, batch_size: Any = None, *args: Any, **kwargs: Any) -> Any:
-            # Keras would build a model by a first batch, and find a share of one.
-            is_built = all(layer.built for layer in self._model._flatten_layers())
-            if not is_built and can_convert_arrays(x):
-                batches = ArrayDataAdapter(x, batch_size=batch_size).get_jax_iterator()
-                with keras.StatelessScope():
-                    self._model(unpack_x_y_sample_weight(next(iter(batches)))[0])
-            return predict(x, batch_size, *args, **kwargs)
+    def _predict(self, x: Any, batch_size: Any = None, *args: Any, **kwargs: Any) -> Any:
+        # Keras would build a model by a first batch, and find a shard of one.
+        is_built = all(layer.built for layer in self._model._flatten_layers())
+        if not is_built and can_convert_arrays(x):
+            batches = ArrayDataAdapter(x, batch_size=batch_size).get_jax_iterator()
+            with keras.StatelessScope():
+                self._model(unpack_x_y_sample_weight(next(iter(batches)))[0])
+        return original(self._model, "predict")(x, batch_size, *args, **kwargs)
 
-        return call
-
-    def _settle(self, when: str) -> None:
+    def settle(self, when: str) -> None:
         """Take over the chief's values of all variables, where no step follows to do it."""
         self._list_all()
-        with self._feed.calling(when):
+        with self.feed.calling(when):
             self._agree(Shard(None, 0, True, 0))
         # A custom training loop may take them along with arrays of the mesh.
         self._state.show_as(uncommitted)
@@ -129,7 +123,7 @@ class JaxWorldReplicas:
     def _placed(self, step: Callable[..., Any]) -> Callable[..., Any]:
         def run(state: Any, data: Any) -> Any:
             self._state.list_like(state)
-            share = self._feed.shard(data)
+            share = self.feed.shard(data)
             self._agree(share)
             with peers_watched():
                 if self.placement.kind == "cpu":
@@ -173,7 +167,7 @@ class JaxWorldReplicas:
 
     def _agree(self, share: Shard) -> None:
         """Meet all processes before a step, and take over what the chief has written."""
-        places = self._feed.agree(share, self._state.changed(), self._describe)
+        places = self.feed.agree(share, self._state.changed(), self._describe)
         if not places:
             return
         variables = self._state.variables()

@@ -12,7 +12,7 @@ import jax
 import keras
 
 from unisono.backends.jax.devices import devices_of, ensure_cpu_devices
-from unisono.backends.jax.settings import has_started
+from unisono.backends.jax.framework import has_started
 from unisono.devices import Placement
 from unisono.devices.locations import Location, location, name_of
 from unisono.errors import StartedError

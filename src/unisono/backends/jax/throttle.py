@@ -7,8 +7,7 @@ fast, and never come to that.
 
 A step takes its large buffer before the one ahead of it has given back its own, so steps that come
 one upon the other need the memory of two. Of long ones a single one is under way: the next batch is
-made ready beside it, and only the moment of handing over is lost. Where the process keeps memory
-that was freed, it is watched that a buffer in another place does not add to the last one's.
+made ready beside it, and only the moment of handing over is lost.
 """
 
 import time
@@ -18,9 +17,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-
-from unisono.devices.host_memory import keep_buffers_of_any_size
-from unisono.replication.memory_watch import PeakWatch
 
 _MOST_STEPS = 8
 _LONG_S = 0.2
@@ -40,29 +36,13 @@ class _Pace:
     """What waiting for steps has told about them."""
 
     def __init__(self) -> None:
-        self.has_begun = False
         self.are_long: bool | None = None  # Until one was waited for.
-        self._watch: PeakWatch | None = None
-        self._took_s = _LONG_S
         self._last_end = 0.0
-
-    def begin(self) -> None:
-        """The first step is about to be given out."""
-        self.has_begun = True
-        # Not in a process that was started to keep all: giving back made it slower.
-        if keep_buffers_of_any_size():
-            self._watch = PeakWatch()
-
-    def note(self) -> None:
-        """A step was given out."""
-        if self._watch is not None and self.are_long is not False:
-            self._watch.begin(2 * self._took_s)
 
     def learn(self, step: _Step) -> None:
         """A step has ended right now."""
         now = time.monotonic()
-        self._took_s = now - max(step.began, self._last_end)
-        self.are_long = self._took_s > _LONG_S
+        self.are_long = now - max(step.began, self._last_end) > _LONG_S
         self._last_end = now
 
 
@@ -73,8 +53,6 @@ _pace = _Pace()
 
 def await_turn() -> None:
     """Wait, before a step is given out, until few enough are under way."""
-    if not _pace.has_begun:
-        _pace.begin()
     while len(_under_way) >= (_MOST_STEPS if _pace.are_long is False else 1):
         try:
             _wait_for_first([_under_way.popleft(), *_under_way])
@@ -95,7 +73,6 @@ def note_step(outputs: Any, state: Any = None) -> None:
         jax.block_until_ready(state)
         return
     _under_way.append(_Step(time.monotonic(), [_noted(array) for array in arrays]))
-    _pace.note()
 
 
 def forget_steps() -> None:

@@ -35,7 +35,7 @@ class TorchBackend:
     def prepare(self, placement: Placement) -> None:
         """Processes can be started at any time."""
 
-    def adopt(
+    def replicate(
         self, model: keras.Model, placement: Placement, *, sync_batch_norm: bool
     ) -> "SingleReplica | TorchReplicas | TorchWorldReplicas":
         if placement.num_replicas == 1:
@@ -68,12 +68,16 @@ class SingleReplica:
     def __init__(self, model: keras.Model, placement: Placement, sync_batch_norm: bool) -> None:
         self.placement = placement
         self.sync_batch_norm = sync_batch_norm
+        self.feed = None
         self._model = model
         move_to(model, placement)
         use_kernels(model, lambda: None, sync_batch_norm=False, is_alone=True)
 
     def release(self) -> None:
         leave_kernels(self._model)
+
+    def settle(self, when: str) -> None:
+        """The replica is in this process."""
 
     def variable_names(self) -> list[str]:
         return names_of(self._model)

@@ -22,6 +22,7 @@ from unisono.backends.torch.model_pickle import carried_variables
 from unisono.backends.torch.placement import adopted
 from unisono.backends.torch.process_group import Group
 from unisono.backends.torch.replica import TorchReplica, check_equal, current_replica, run_step
+from unisono.data.arrays import unshared
 from unisono.data.feed import Feed, Shard
 from unisono.devices import Placement
 from unisono.hooks import bind, original, unbind
@@ -30,7 +31,6 @@ from unisono.launch.client import current_world
 from unisono.replication.checksums import names_of, own_checksums
 from unisono.replication.introspection import leaf_metrics, optimizers_of, seed_states
 from unisono.replication.loss_kinds import LossKinds
-from unisono.replication.process_calls import WorldCalls
 from unisono.replication.replication import Replication
 from unisono.replication.step import SEED_STRIDE
 
@@ -49,7 +49,7 @@ class TorchWorldReplicas:
         self.sync_batch_norm = sync_batch_norm
         self._model = model
         self._world = world
-        self._feed = Feed(world, needs_even_shards=False)
+        self.feed = Feed(world, needs_even_shards=False)
         self._versions = Versions()
         self._optimizers: Any = None
         self._is_known = False
@@ -64,7 +64,6 @@ class TorchWorldReplicas:
         bind(model, "_symbolic_build", self._build)
         bind(model, "_initialize_ddp", lambda: None)  # Keras 3.16 would reduce gradients again.
         forget_torch_functions(model)
-        self._calls = WorldCalls(model, self._feed, self._settle)
         adopted.add(self)
 
     def variables(self) -> list[Any]:
@@ -73,7 +72,6 @@ class TorchWorldReplicas:
 
     def release(self) -> None:
         adopted.discard(self)
-        self._calls.release()
         self._replication.release()
         unbind(self._model, *_STEPS, "_symbolic_build", "_initialize_ddp")
         forget_torch_functions(self._model)
@@ -87,13 +85,15 @@ class TorchWorldReplicas:
     # -- what Keras' trainer calls -------------------------------------------------------------
 
     def _build(self, iterator: Any = None, data_batch: Any = None) -> None:
-        self._calls.build(original(self._model, "_symbolic_build"), iterator, data_batch)
+        data_batch = data_batch.data if isinstance(data_batch, Shard) else data_batch
+        batches = None if iterator is None else unshared(iterator)
+        original(self._model, "_symbolic_build")(batches, data_batch)
         self._replication.prepare()
         self._is_known = False
 
     def _step(self, name: str) -> Callable[[Any], Any]:
         def step(data: Any) -> Any:
-            share = self._feed.shard(data)
+            share = self.feed.shard(data)
             own = keras.tree.map_structure(as_tensor, share.data)
             is_built = all(layer.built for layer in self._model._flatten_layers())
             if name != "predict_step" and self._replication.must_learn(name):
@@ -121,7 +121,7 @@ class TorchWorldReplicas:
         rows = next((len(leaf) for leaf in keras.tree.flatten(own) if leaf is not None), 0)
         self._replication.prepare()
         kinds = learn_kinds(self._model, self._replication, name, own, rows)
-        where = f"{self._feed.where()}, losses of {name}"
+        where = f"{self.feed.where()}, losses of {name}"
         kinds = LossKinds(**self._world.broadcast(where, dataclasses.asdict(kinds)))
         self._replication.learn(name, kinds)
 
@@ -132,12 +132,12 @@ class TorchWorldReplicas:
         metrics = [v for metric in leaf_metrics(self._model) for v in metric.variables]
         self._versions.watch([*carried_variables(self._model), *metrics])
         group = world_group()
-        with self._feed.calling("unisono.parallel"):
+        with self.feed.calling("unisono.parallel"):
             self._follow_chief_in(group, Shard(None, 0, True, 0))
         self._versions.note()
 
-    def _settle(self, when: str) -> None:
-        with self._feed.calling(when):
+    def settle(self, when: str) -> None:
+        with self.feed.calling(when):
             self._follow_chief(world_group(), Shard(None, 0, True, 0))
         self._versions.note()
 
@@ -150,7 +150,7 @@ class TorchWorldReplicas:
 
     def _follow_chief_in(self, group: Group, share: Shard) -> None:
         """Meet at a step, and take over what was changed since the last one."""
-        places = self._feed.agree(share, self._versions.changed(), self._describe)
+        places = self.feed.agree(share, self._versions.changed(), self._describe)
         if not places:
             return
         variables = self._versions.variables

@@ -43,6 +43,7 @@ class TorchReplicas:
     def __init__(self, model: keras.Model, placement: Placement, *, sync_batch_norm: bool) -> None:
         self.placement = placement
         self.sync_batch_norm = sync_batch_norm
+        self.feed = None
         self._model = model
         self._number = next(_numbers)
         self._team = Team.of(placement)
@@ -76,6 +77,9 @@ class TorchReplicas:
         unbind(self._model, *_STEPS, *_CALLS, "_symbolic_build", "_initialize_ddp")
         forget_torch_functions(self._model)
         self._team.forget(self._number)
+
+    def settle(self, when: str) -> None:
+        """Workers get what has changed before the next step."""
 
     def variable_names(self) -> list[str]:
         return names_of(self._model)

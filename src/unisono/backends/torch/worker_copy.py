@@ -16,8 +16,8 @@ from unisono.launch.channel import SharedMemory
 from unisono.replication.checksums import own_checksums
 from unisono.replication.introspection import seed_states
 from unisono.replication.loss_kinds import LossKinds
+from unisono.replication.random_state import set_seed
 from unisono.replication.replication import Replication
-from unisono.replication.seeds import set_seed
 from unisono.replication.step import SEED_STRIDE
 
 

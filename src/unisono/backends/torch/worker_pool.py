@@ -19,10 +19,10 @@ import torch.distributed as dist
 from unisono.backends.torch.devices import default_device
 from unisono.backends.torch.process_group import Group
 from unisono.devices import POLICY, Placement, Policy, current_policy
-from unisono.devices.host_memory import memory_environment
 from unisono.errors import WorkerError
 from unisono.launch.answers import first_cause, worker_error
 from unisono.launch.channel import SharedMemory
+from unisono.launch.plan import memory_environment
 from unisono.launch.workers import Workers
 from unisono.scratch import Scratch, sweep
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from unisono.compat.legacy.lines import where
 from unisono.compat.legacy.strategies import is_shared_out
-from unisono.configuration import configure
 from unisono.devices import SIMULATED_GPUS, num_gpus, simulated_gpus
 from unisono.errors import LegacyError, StartedError
+from unisono.parallel import configure
 from unisono.topology import topology
 
 

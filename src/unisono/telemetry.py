@@ -1,7 +1,7 @@
-"""Publishes how a `fit` goes, for `unisono top`: counted at each step, written by a thread.
+"""Telemetry of a `fit` for `unisono top`: counted at each step, written by a thread.
 
-A step costs two clock readings. A loss that the device has not computed yet is waited for in one
-more thread: records go on while a step waits for a process that is held up.
+A step costs two clock readings. Another thread waits for a loss that the device has not computed
+yet, so that records go on while a step waits for a process that is held up.
 """
 
 import contextlib
@@ -22,14 +22,14 @@ from unisono.launch.client import current_world
 from unisono.monitor.events import EventFile, Progress, Writer, ticks_of
 
 _EVERY_S = 1.0
-# A step that takes so many times as long as the last ones is none any more.
+# After so many times the duration of the last steps, training counts as stalled.
 _LATE_STEPS = 3.0
 # How long a record waits for a loss that the device still computes.
 _LOSS_S = 0.1
 
 
-class Publish:
-    """Counts the steps of one model's training."""
+class Telemetry:
+    """Counts the steps of one model's training; see fit.StepObserver."""
 
     def __init__(self, folder: Path, global_batch: int | None, placement: Placement) -> None:
         self._folder = folder
@@ -47,7 +47,7 @@ class Publish:
         self._model = model
         self._last_end = time.perf_counter()
         self._steps_at_once = getattr(model, "steps_per_execution", 1)
-        self._thread = threading.Thread(target=self._publish, name="unisono-events", daemon=True)
+        self._thread = threading.Thread(target=self._record, name="unisono-events", daemon=True)
         self._thread.start()
 
     def before(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -67,7 +67,7 @@ class Publish:
         self._failed_with = type(error).__name__ if error is not None else None
         self._is_over.set()
         if self._thread is not None:
-            self._thread.join(0.2)  # It never keeps a program waiting for long.
+            self._thread.join(0.2)  # At most a short delay of the program.
 
     def _timed(self, iterator: Any) -> Iterator[Any]:
         while True:
@@ -79,12 +79,12 @@ class Publish:
             self._waited_s += time.perf_counter() - start
             yield batch
 
-    def _publish(self) -> None:
+    def _record(self) -> None:
         file = EventFile(self._folder, self.writer())
         world = current_world()
         pace = Pace(self._last_end)
         waited_s, at = self._waited_s, time.perf_counter()
-        met_s = world.waited_s if world is not None else 0.0
+        peers_s = world.waited_s if world is not None else 0.0
         is_over = False
         while file.is_open and not is_over:
             is_over = self._is_over.wait(_EVERY_S)
@@ -92,16 +92,16 @@ class Publish:
             past_s = max(now - at, 1e-9)
             rate = pace.steps_per_s(self._num_steps, self._last_end, now)
             wait = min(1.0, (self._waited_s - waited_s) / past_s) if self._waited_s else None
-            peers = None if world is None else min(1.0, (world.waited_s - met_s) / past_s)
+            peers = None if world is None else min(1.0, (world.waited_s - peers_s) / past_s)
             file.write(self.progress(rate, wait, peers, is_over))
             waited_s, at = self._waited_s, now
-            met_s = world.waited_s if world is not None else 0.0
+            peers_s = world.waited_s if world is not None else 0.0
         file.close()
 
     def progress(
         self, rate: float, wait: float | None, peers: float | None, is_over: bool
     ) -> Progress:
-        """How training goes now."""
+        """The present state of training."""
         params = _params(self._model)
         num_steps = params.get("steps")
         # The last step of an epoch belongs to it, and not to the next.
@@ -122,7 +122,7 @@ class Publish:
         )
 
     def writer(self) -> Writer:
-        """Who publishes."""
+        """This process, as `unisono top` shows it."""
         world = current_world()
         host, pid = socket.gethostname(), os.getpid()
         name = f"{pid}-{time.time_ns():x}" if world is None else f"run-{world.seed:x}"
@@ -142,7 +142,7 @@ class Publish:
 
 
 class Pace:
-    """Steps a second, from the times at which steps ended: a second may hold a part of one."""
+    """Steps per second from the times at which steps ended, as a step may take seconds."""
 
     def __init__(self, begun: float) -> None:
         self._num_steps = 0
@@ -150,7 +150,7 @@ class Pace:
         self._rate = 0.0
 
     def steps_per_s(self, num_steps: int, last_end: float, now: float) -> float:
-        """Of the steps since the last look; as before while the next one is under way."""
+        """The rate of the steps since the last call; the rate before while one is in flight."""
         if num_steps > self._num_steps and last_end > self._end:
             self._rate = (num_steps - self._num_steps) / (last_end - self._end)
             self._num_steps, self._end = num_steps, last_end
@@ -160,7 +160,7 @@ class Pace:
 
 
 class Loss:
-    """Reads losses in a thread: one never comes where the step waits for a process that is gone."""
+    """Reads losses in a thread: where a step waits for a lost process, its loss never comes."""
 
     def __init__(self) -> None:
         self._value: float | None = None
@@ -198,5 +198,5 @@ def _loss(logs: Any) -> float | None:
     try:
         value = logs["loss"]
         return float(np.asarray(keras.ops.convert_to_numpy(value)))
-    except Exception:  # Given away by the next step, or no loss at all: it is only for show.
+    except Exception:  # Donated to the next step, or no loss at all.
         return None
