@@ -1,28 +1,18 @@
 """Train a Keras 3 model on many devices with one call, with the result of one device."""
 
 import importlib as _importlib
+import warnings as _warnings
 from typing import Any as _Any
 
 from unisono.devices import Device, devices
 from unisono.errors import (
-    BenchError,
+    ConfigurationError,
     DataError,
-    DeviceError,
-    DisagreementError,
     LaunchError,
-    LegacyError,
-    LegacyImportError,
     ModelError,
     OutputError,
-    PeerLostError,
     Preempted,
-    SettingError,
-    SlurmError,
-    SourceError,
-    StartedError,
-    StrategyError,
     UnisonoError,
-    VersionError,
     WorkerError,
 )
 from unisono.joining import join as _join
@@ -42,34 +32,48 @@ _reserve()
 _LAZY_MODULES = ("callbacks", "compat", "schedules")
 
 
-def __getattr__(name: str) -> _Any:
-    if name in _LAZY_MODULES:
-        return _importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-__all__ = [
+# Exported by earlier releases; these classes are in `unisono.errors`.
+_OLD_ERRORS = (
     "BenchError",
-    "DataError",
-    "Device",
     "DeviceError",
     "DisagreementError",
-    "LaunchError",
     "LegacyError",
     "LegacyImportError",
-    "ModelError",
-    "OutputError",
     "PeerLostError",
-    "Preempted",
     "SettingError",
     "SlurmError",
     "SourceError",
     "StartedError",
-    "Strategy",
     "StrategyError",
+    "VersionError",
+)
+
+
+def __getattr__(name: str) -> _Any:
+    if name in _LAZY_MODULES:
+        return _importlib.import_module(f"{__name__}.{name}")
+    if name in _OLD_ERRORS:
+        found = getattr(_importlib.import_module("unisono.errors"), name)
+        _warnings.warn(
+            f"unisono.{name} is deprecated: use unisono.errors.{found.__name__}",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__all__ = [
+    "ConfigurationError",
+    "DataError",
+    "Device",
+    "LaunchError",
+    "ModelError",
+    "OutputError",
+    "Preempted",
+    "Strategy",
     "Topology",
     "UnisonoError",
-    "VersionError",
     "WorkerError",
     "check_replicas",
     "compute_average_loss",

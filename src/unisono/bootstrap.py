@@ -88,7 +88,7 @@ def _join() -> None:
     from unisono.backends.settings import apply_policy
     from unisono.devices import Policy
     from unisono.launch.client import current_world
-    from unisono.launch.stdin import SharedInput
+    from unisono.launch.streams import SharedInput
 
     if (policy := Policy.from_environment()) != Policy():
         apply_policy(policy, Policy())

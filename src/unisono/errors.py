@@ -1,67 +1,81 @@
-"""Every exception that unisono raises.
+"""Every exception that unisono raises, by the phase in which it is raised.
 
     UnisonoError
-    ├── BenchError (RuntimeError)         a benchmark could not be run, or a process of it ended
-    ├── DataError (ValueError)            data is missing, damaged, or not of the form it has to be
-    ├── DeviceError (ValueError)          devices were asked for that are not there
-    ├── DisagreementError (RuntimeError)  processes of one run do different things
-    ├── LaunchError (RuntimeError)        a run of several processes could not begin
-    ├── LegacyError (RuntimeError)        an old program does what has no meaning today
-    │   └── LegacyImportError (ImportError)   or asks for a name that nothing takes the place of
-    ├── ModelError (TypeError)            what was given is not a model we can train
-    ├── OutputError (OSError)             a file cannot be written where it was asked for
-    ├── SettingError (ValueError)         a number or a name that training cannot go by
-    ├── SlurmError (RuntimeError)         Slurm cannot do what was asked of it, or a job of it
-    ├── SourceError (ValueError)          a file to be migrated cannot be read or written
-    ├── StartedError (RuntimeError)       the backend fixed its devices before we were asked
-    ├── StrategyError (RuntimeError)      a part of an own training loop was used where it cannot be
-    ├── VersionError (RuntimeError)       a framework is newer than those that were tested
-    └── WorkerError (RuntimeError)        a replica's process died or does not answer
-        └── PeerLostError (WorkerError)   seen from another process, whose work it ended
+    ├── ConfigurationError (ValueError)  before training: a setting, a version, a call out of place
+    │   ├── DeviceError (ValueError)         devices that are not there, or counts below one
+    │   ├── StartedError (RuntimeError)      the backend fixed its devices before the call
+    │   ├── StrategyError (RuntimeError)     a part of a custom training loop used out of place
+    │   └── LegacyError (RuntimeError)       an old program does what Keras 3 cannot do
+    │       └── LegacyImportError (ImportError)  or imports a name that has no replacement
+    ├── ModelError (TypeError)           the model cannot be trained on replicas
+    ├── DataError (ValueError)           data or a source file is missing, damaged or malformed
+    ├── LaunchError (RuntimeError)       processes, or a Slurm job, could not be started
+    ├── WorkerError (RuntimeError)       during the run: a process died or does not answer
+    │   ├── PeerLostError (RuntimeError)     seen from another process, whose work it ended
+    │   └── DisagreementError (RuntimeError) processes of one run make different calls
+    └── OutputError (OSError)            a file cannot be written where it was asked for
 
-    Preempted (SystemExit)                training has made room, as a cluster asked it to
+    Preempted (SystemExit)               training was stopped by a preemption; not an error
 
+`unisono` exports the first level and `Preempted`; the leaves are imported from `unisono.errors`.
 Each message says what was asked, what was found, and what to do.
 """
 
 PREEMPTED_CODE = 75
-"""The exit code of a run that has made room and wants to go on later, as of a temporary failure."""
+"""Exit code of a preempted run, which can be resumed: EX_TEMPFAIL of sysexits.h."""
 
 
 class UnisonoError(Exception):
-    """Base of all of unisono's own errors."""
+    """Base class of all errors of unisono."""
 
 
-class BenchError(UnisonoError, RuntimeError):
-    """A benchmark was asked for what is not there, or a process of it ended before it should."""
+# Both built-in classes: the errors that it replaces were one or the other.
+class ConfigurationError(UnisonoError, ValueError, RuntimeError):
+    """What was asked for cannot be done: settings, versions, or a call in the wrong place."""
 
 
-class DataError(UnisonoError, ValueError):
-    """Data for training is missing, damaged, or not of the form that it has to be."""
+class DeviceError(ConfigurationError):
+    """Devices were asked for that this machine does not have, or a count that makes no sense."""
 
 
-class DeviceError(UnisonoError, ValueError):
-    """Devices were asked for that this machine does not have, or that make no sense."""
+class StartedError(ConfigurationError):
+    """The backend has already fixed its devices, which rules out the request."""
 
 
-class DisagreementError(UnisonoError, RuntimeError):
-    """Processes of one run came to the same point with different things to do, or not at all."""
+class StrategyError(ConfigurationError):
+    """A part of a custom training loop was used where it cannot be."""
 
 
-class LaunchError(UnisonoError, RuntimeError):
-    """A run of several processes could not begin: its description or its meeting point is wrong."""
-
-
-class LegacyError(UnisonoError, RuntimeError):
-    """An old program does something that cannot be translated to today's Keras."""
+class LegacyError(ConfigurationError):
+    """An old program does something that cannot be translated to Keras 3."""
 
 
 class LegacyImportError(LegacyError, ImportError):
-    """An old program asks for a name that nothing takes the place of."""
+    """An old program imports a name that has no replacement."""
 
 
 class ModelError(UnisonoError, TypeError):
-    """The object given is not a Keras model, or one that cannot be split over replicas."""
+    """The object is not a Keras model, or not one that can be trained on replicas."""
+
+
+class DataError(UnisonoError, ValueError):
+    """Training data, or a source file to migrate, is missing, damaged or malformed."""
+
+
+class LaunchError(UnisonoError, RuntimeError):
+    """Processes of a run, or a Slurm job, could not be started."""
+
+
+class WorkerError(UnisonoError, RuntimeError):
+    """A process of the run ended or stopped answering."""
+
+
+class PeerLostError(WorkerError):
+    """Another process of the run is gone: a consequence of its failure, not the cause."""
+
+
+class DisagreementError(WorkerError):
+    """Processes of one run made different calls, or one of them ended before a collective."""
 
 
 class OutputError(UnisonoError, OSError):
@@ -71,44 +85,20 @@ class OutputError(UnisonoError, OSError):
         return str(self.args[0]) if self.args else ""  # OSError's own would leave out the advice.
 
 
-class SettingError(UnisonoError, ValueError):
-    """A setting of a training makes no sense, or contradicts another one."""
-
-
-class SlurmError(UnisonoError, RuntimeError):
-    """Slurm is not there, refuses, or was asked for what it does not have."""
-
-
-class SourceError(UnisonoError, ValueError):
-    """A file that was to be migrated is not what it seems, or could not be replaced."""
-
-
-class StartedError(UnisonoError, RuntimeError):
-    """The backend has already fixed its devices in a way that forbids the request."""
-
-
-class StrategyError(UnisonoError, RuntimeError):
-    """A part of a user's own training loop was used where it cannot be."""
-
-
-class VersionError(UnisonoError, RuntimeError):
-    """Keras or its backend is newer than the releases that unisono was tested with."""
-
-
-class WorkerError(UnisonoError, RuntimeError):
-    """A replica's process ended or stopped answering."""
-
-
-class PeerLostError(WorkerError):
-    """Another process of the run is gone: an echo of its failure, and not the cause."""
-
-
 class Preempted(SystemExit):
-    """Training has stopped to make room, after all callbacks were told; it ends the program.
+    """Training was stopped by a preemption, after all callbacks ended; it ends the program.
 
-    No `Exception`, as it is no failure: a program that deals with those must not go on as if the
-    training were complete.
+    Not an `Exception`: a program that handles errors must not continue as if training were
+    complete.
     """
 
     def __init__(self) -> None:
         super().__init__(PREEMPTED_CODE)
+
+
+# Names of earlier releases.
+SettingError = ConfigurationError
+VersionError = ConfigurationError
+BenchError = LaunchError
+SlurmError = LaunchError
+SourceError = DataError

@@ -31,7 +31,7 @@ from unisono.devices import Placement
 from unisono.hooks import bind, original, unbind
 from unisono.keras_internals import INITIAL_EPOCH, can_convert_arrays, is_default
 from unisono.launch.client import current_world
-from unisono.launch.preemption_signal import is_listening
+from unisono.launch.preemption_signal import is_handling_signals
 from unisono.monitor.events import runs_folder
 from unisono.replication.callback_ranks import (
     ChiefModel,
@@ -145,7 +145,7 @@ class ModelCalls:
 
     def _observers(self, callbacks: list[Any], call: "Call") -> list["StepObserver"]:
         found: list[StepObserver] = []
-        if is_listening() or any(hasattr(callback, "on_preempt") for callback in callbacks):
+        if is_handling_signals() or any(hasattr(callback, "on_preempt") for callback in callbacks):
             found.append(Preemption(callbacks))
         found += [callback.steps for callback in callbacks if isinstance(callback, ObservesSteps)]
         if (folder := runs_folder(os.environ)) is not None:

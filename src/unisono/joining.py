@@ -15,14 +15,12 @@ from typing import TYPE_CHECKING, Any
 from unisono.backends import FRAMEWORKS, load_framework
 from unisono.errors import LaunchError
 from unisono.imports import after_import, check_versions, keras_backend
-from unisono.launch.preemption_signal import WARNING, listen
+from unisono.launch.preemption_signal import PREEMPTION_SIGNAL, handle_signals
 from unisono.topology import JOINED, Topology, is_slurm_task, settle, topology
 
 # The client of a run is imported by those who join one: `import unisono` is to be quick.
 if TYPE_CHECKING:
     from unisono.launch.client import World
-
-_START_TIMEOUT_S = 300.0
 
 
 def join() -> None:
@@ -37,12 +35,12 @@ def join() -> None:
 
 def _join_world(facts: Topology) -> None:
     from unisono.launch.client import World, current_world, enter
-    from unisono.launch.plan import START_TIMEOUT
-    from unisono.launch.secret import SECRET
+    from unisono.launch.plan import start_timeout_s
+    from unisono.launch.wire import SECRET
 
     if current_world() is not None:
         return
-    timeout_s = float(os.environ.get(START_TIMEOUT) or _START_TIMEOUT_S)
+    timeout_s = start_timeout_s(os.environ)
     if facts.launcher == "unisono":
         secret = os.environ.get(SECRET, "")
         if not facts.coordinator or not secret:
@@ -52,9 +50,9 @@ def _join_world(facts: Topology) -> None:
             )
     else:
         # Only here: a program that runs alone has no use for a server.
-        from unisono.launch.environments import arrange
+        from unisono.launch.environments import rendezvous
 
-        facts, secret = arrange(facts, os.environ, start_timeout_s=timeout_s)
+        facts, secret = rendezvous(facts, os.environ, start_timeout_s=timeout_s)
         settle(facts)
     world = World(facts, secret, start_timeout_s=timeout_s)
     os.environ[JOINED] = str(os.getpid())
@@ -94,9 +92,9 @@ def _fitted(facts: Topology) -> Topology:
 def _listen(facts: Topology) -> None:
     """Handle preemption signals where a launcher or a cluster may send them."""
     if facts.launcher == "unisono":
-        listen(WARNING)
+        handle_signals(PREEMPTION_SIGNAL)
     if is_slurm_task(os.environ):
-        listen(WARNING, signal.SIGTERM)
+        handle_signals(PREEMPTION_SIGNAL, signal.SIGTERM)
 
 
 def is_command(words: Sequence[str]) -> bool:

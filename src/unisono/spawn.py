@@ -16,11 +16,8 @@ from unisono.parallel import check_call
 
 # What starts processes is imported when it is used: `import unisono` is to be quick.
 if TYPE_CHECKING:
-    from unisono.launch.plan import Facts, Seat
-    from unisono.launch.rendezvous import Meeting
-
-_TIMEOUT_S = 600.0
-_START_TIMEOUT_S = 300.0
+    from unisono.launch.plan import Facts, Resources
+    from unisono.launch.rendezvous import RendezvousServer
 
 
 def spawn(
@@ -44,9 +41,9 @@ def spawn(
     unisono.errors.DeviceError: Asked for replicas=0. Give a whole number of at least 1.
     """
     from unisono.launch.client import current_world
-    from unisono.launch.plan import TIMEOUT
-    from unisono.launch.rendezvous import Meeting
-    from unisono.launch.secret import new_secret
+    from unisono.launch.plan import timeout_s
+    from unisono.launch.rendezvous import RendezvousServer
+    from unisono.launch.wire import new_secret
 
     if current_world() is not None:
         raise StrategyError(
@@ -58,29 +55,28 @@ def spawn(
     warn_of_cores(placement)
     task = _pack(function, args, kwargs or {})
     secret = new_secret()
-    meeting = Meeting(placement.num_replicas, secret, timeout_s=_seconds(TIMEOUT, _TIMEOUT_S))
+    server = RendezvousServer(placement.num_replicas, secret, timeout_s=timeout_s(os.environ))
     # One seed for all, from this program's own: models that they build then begin alike.
-    meeting.seed = random.randrange(2**31)
+    server.seed = random.randrange(2**31)
     try:
-        return _run(task, placement, _facts(meeting, secret))
+        return _run(task, placement, _facts(server, secret))
     finally:
-        meeting.close()
+        server.close()
 
 
 def _run(task: bytes, placement: Placement, facts: "Facts") -> list[Any]:
-    from unisono.launch.answers import collect
     from unisono.launch.plan import environment
-    from unisono.launch.workers import Workers
+    from unisono.launch.workers import Workers, collect
 
-    places = _seats(placement)
+    resources = _resources(placement)
     # The search path is not the one that this process was given, but the one it has now.
     given = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     given["KERAS_BACKEND"] = keras_backend()
-    envs = [environment(seat, facts, rank, given) for rank, seat in enumerate(places)]
+    envs = [environment(each, facts, rank, given) for rank, each in enumerate(resources)]
     workers = Workers("unisono.spawned", facts.world_size, [], envs)
     try:
-        for worker, seat in zip(workers, places, strict=True):
-            worker.channel.send((task, seat.cores))
+        for worker, each in zip(workers, resources, strict=True):
+            worker.channel.send((task, each.cores))
         results = collect(workers, "All replicas were ended.")
         workers.end()
         return results
@@ -88,31 +84,31 @@ def _run(task: bytes, placement: Placement, facts: "Facts") -> list[Any]:
         workers.kill()
 
 
-def _facts(meeting: "Meeting", secret: str) -> "Facts":
+def _facts(server: "RendezvousServer", secret: str) -> "Facts":
     from unisono.launch.network import LOOPBACK, interface_of
-    from unisono.launch.plan import START_TIMEOUT, TIMEOUT, Facts
+    from unisono.launch.plan import Facts, start_timeout_s, timeout_s
 
     return Facts(
         first_rank=0,
-        world_size=meeting.size,
-        local_size=meeting.size,
+        world_size=server.size,
+        local_size=server.size,
         node=0,
         num_nodes=1,
-        coordinator=meeting.address,
+        coordinator=server.address,
         secret=secret,
         host=LOOPBACK,
         interface=interface_of(LOOPBACK),
-        timeout_s=_seconds(TIMEOUT, _TIMEOUT_S),
-        start_timeout_s=_seconds(START_TIMEOUT, _START_TIMEOUT_S),
+        timeout_s=timeout_s(os.environ),
+        start_timeout_s=start_timeout_s(os.environ),
     )
 
 
-def _seats(placement: Placement) -> "list[Seat]":
+def _resources(placement: Placement) -> "list[Resources]":
     from unisono.devices.cpu import num_cores
-    from unisono.launch.plan import seats
+    from unisono.launch.plan import assign_resources
 
     is_on_cpus = placement.kind == "cpu" and not placement.is_simulated
-    return seats(
+    return assign_resources(
         placement.num_replicas,
         gpus=None if is_on_cpus else select(placement.indices),
         cores=sorted(os.sched_getaffinity(0)),
@@ -120,10 +116,6 @@ def _seats(placement: Placement) -> "list[Seat]":
         policy=current_policy(),
         given=os.environ,
     )
-
-
-def _seconds(name: str, default: float) -> float:
-    return float(os.environ.get(name) or default)
 
 
 def _pack(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:

@@ -13,10 +13,9 @@ import cloudpickle
 
 from unisono.backends.settings import apply_policy
 from unisono.devices import Policy
-from unisono.launch.answers import answer, report
-from unisono.launch.channel import Channel
+from unisono.launch.channel import Channel, end_with_parent
 from unisono.launch.client import current_world
-from unisono.launch.lifeline import end_with_parent
+from unisono.launch.workers import send_error, send_result
 
 
 def main() -> None:
@@ -31,7 +30,7 @@ def main() -> None:
     except EOFError:
         pass
     except BaseException as error:
-        report(channel, error)
+        send_error(channel, error)
     sys.stdout.flush()
     sys.stderr.flush()
     # Not sys.exit: what the frameworks do at exit may wait for replicas that are gone.
@@ -52,7 +51,7 @@ def _serve(channel: Channel) -> None:
     world = current_world()
     if world is not None:
         world.leave()  # Not lost: whoever still waits for this one is told that it has ended.
-    answer(channel, result)
+    send_result(channel, result)
 
 
 if __name__ == "__main__":

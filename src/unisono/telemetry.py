@@ -19,7 +19,7 @@ import numpy as np
 
 from unisono.devices import Placement
 from unisono.launch.client import current_world
-from unisono.monitor.events import EventFile, Progress, Writer, ticks_of
+from unisono.monitor.events import EventFile, Progress, Writer, run_name, ticks_of
 
 _EVERY_S = 1.0
 # After so many times the duration of the last steps, training counts as stalled.
@@ -125,9 +125,8 @@ class Telemetry:
         """This process, as `unisono top` shows it."""
         world = current_world()
         host, pid = socket.gethostname(), os.getpid()
-        name = f"{pid}-{time.time_ns():x}" if world is None else f"run-{world.seed:x}"
         return Writer(
-            run=f"{host}-{name}",
+            run=run_name(None if world is None else world.seed),
             host=host,
             pid=pid,
             started=ticks_of(pid),

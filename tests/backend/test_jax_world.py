@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import pytest
 
-from unisono.launch.rendezvous import Meeting
+from unisono.launch.rendezvous import RendezvousServer
 
 pytestmark = [
     pytest.mark.skipif(keras.backend.backend() != "jax", reason="about JAX's processes"),
@@ -31,7 +31,7 @@ class Run:
     def __init__(self, name: str, size: int, folder: Path) -> None:
         secret = secrets.token_hex(8)
         self.folder = folder
-        self.meeting = Meeting(size, secret)
+        self.meeting = RendezvousServer(size, secret)
         self.processes = []
         for rank in range(size):
             facts = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_SIZE": size}

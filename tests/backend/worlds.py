@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unisono.launch.rendezvous import Meeting
+from unisono.launch.rendezvous import RendezvousServer
 
 _CHOICES = ("UNISONO_", "HOROVOD_")
 
@@ -35,7 +35,7 @@ def run_world(
 ) -> list[Ended]:
     """Run a program in `size` processes; how each ended."""
     secret = secrets.token_hex(16)
-    meeting = Meeting(size, secret)
+    meeting = RendezvousServer(size, secret)
     processes: list[subprocess.Popen[str]] = []
     outputs = []
     try:

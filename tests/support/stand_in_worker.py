@@ -9,8 +9,7 @@ import socket
 import sys
 import time
 
-from unisono.launch.channel import Channel
-from unisono.launch.lifeline import end_with_parent
+from unisono.launch.channel import Channel, end_with_parent
 
 
 def main() -> None:

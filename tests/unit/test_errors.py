@@ -7,7 +7,7 @@ import pytest
 
 from unisono import errors
 from unisono.errors import (
-    BenchError,
+    ConfigurationError,
     DataError,
     DeviceError,
     DisagreementError,
@@ -18,34 +18,26 @@ from unisono.errors import (
     OutputError,
     PeerLostError,
     Preempted,
-    SettingError,
-    SlurmError,
-    SourceError,
     StartedError,
     StrategyError,
     UnisonoError,
-    VersionError,
     WorkerError,
 )
 
 TREE = [
-    (BenchError, RuntimeError),
-    (DataError, ValueError),
+    (ConfigurationError, ValueError),
     (DeviceError, ValueError),
-    (DisagreementError, RuntimeError),
-    (LaunchError, RuntimeError),
+    (StartedError, RuntimeError),
+    (StrategyError, RuntimeError),
     (LegacyError, RuntimeError),
     (LegacyImportError, ImportError),
     (ModelError, TypeError),
-    (OutputError, OSError),
-    (SettingError, ValueError),
-    (SlurmError, RuntimeError),
-    (SourceError, ValueError),
-    (StartedError, RuntimeError),
-    (StrategyError, RuntimeError),
-    (VersionError, RuntimeError),
+    (DataError, ValueError),
+    (LaunchError, RuntimeError),
     (WorkerError, RuntimeError),
-    (PeerLostError, WorkerError),
+    (PeerLostError, RuntimeError),
+    (DisagreementError, RuntimeError),
+    (OutputError, OSError),
 ]
 
 
@@ -68,7 +60,7 @@ def test_the_docstring_draws_every_error():
     assert defined == {UnisonoError, Preempted, *(error for error, _ in TREE)}
 
 
-def test_making_room_is_the_end_of_a_program_and_no_failure():
+def test_a_preemption_ends_the_program_and_is_no_error():
     assert issubclass(Preempted, SystemExit)
     assert not issubclass(Preempted, Exception)
     assert Preempted().code == 75

@@ -13,27 +13,16 @@ import unisono.training
 
 PUBLIC = {
     unisono: [
-        "BenchError",
+        "ConfigurationError",
         "DataError",
         "Device",
-        "DeviceError",
-        "DisagreementError",
         "LaunchError",
-        "LegacyError",
-        "LegacyImportError",
         "ModelError",
         "OutputError",
-        "PeerLostError",
         "Preempted",
-        "SettingError",
-        "SlurmError",
-        "SourceError",
-        "StartedError",
         "Strategy",
-        "StrategyError",
         "Topology",
         "UnisonoError",
-        "VersionError",
         "WorkerError",
         "check_replicas",
         "compute_average_loss",
@@ -148,3 +137,11 @@ def test_rooms_are_there_by_their_names(name):
     assert done.returncode == 0
     with pytest.raises(AttributeError, match="has no attribute 'rooms'"):
         _ = unisono.rooms
+
+
+def test_errors_exported_by_earlier_releases_are_deprecated():
+    with pytest.warns(DeprecationWarning, match=r"use unisono\.errors\.ConfigurationError"):
+        old = unisono.SettingError
+    assert old is unisono.ConfigurationError
+    with pytest.warns(DeprecationWarning, match=r"use unisono\.errors\.PeerLostError"):
+        assert issubclass(unisono.PeerLostError, unisono.WorkerError)

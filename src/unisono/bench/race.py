@@ -9,7 +9,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,8 +20,10 @@ from typing import IO
 from unisono.bench.nets import NUM_STEPS, PER_REPLICA
 from unisono.devices import Policy
 from unisono.errors import BenchError
-from unisono.launch.orphan_guard import Guard
-from unisono.launch.plan import TUNABLES, seats
+from unisono.launch.cpu_environment import TUNABLES
+from unisono.launch.network import free_port
+from unisono.launch.orphan_reaper import OrphanReaper
+from unisono.launch.plan import assign_resources
 from unisono.scratch import temporary_folder
 
 _POLL_S = 0.02
@@ -88,12 +89,12 @@ def run_race(
     """
     race = Race(net, backend, load=os.getloadavg()[0])
     with temporary_folder("unisono-bench-") as folder, contextlib.ExitStack() as st:
-        guard = st.enter_context(contextlib.closing(Guard()))
+        reaper = st.enter_context(contextlib.closing(OrphanReaper()))
         running = []
         for place, way in enumerate(ways, 1):
             tell(f"{net}, {backend}: warming up {way.name} ({place} of {len(ways)})")
             # One after the other: a warm-up beside another one's would share its cores.
-            processes = st.enter_context(_started(way, net, backend, folder, guard))
+            processes = st.enter_context(_started(way, net, backend, folder, reaper))
             try:
                 _collect(folder, f"{way.name}-ready", way.num_processes, processes)
             except BenchError as error:
@@ -137,7 +138,7 @@ def _lap(way: Way, net: str, told: list[dict[str, float]]) -> Lap:
 
 @contextlib.contextmanager
 def _started(
-    way: Way, net: str, backend: str, folder: Path, guard: Guard
+    way: Way, net: str, backend: str, folder: Path, reaper: OrphanReaper
 ) -> "Iterator[list[subprocess.Popen[bytes]]]":
     # Of those that never talk, each trains as if there were no other.
     num_replicas = 1 if way.kind == "apart" else way.num_replicas
@@ -149,9 +150,9 @@ def _started(
         if way.is_launched:
             launcher = [sys.executable, "-m", "unisono", "run", "--replicas"]
             command = [*launcher, str(way.num_processes), "-m", _RACER, *words]
-            processes.append(_start(command, env, log, guard))
+            processes.append(_start(command, env, log, reaper))
         else:
-            _start_pinned(processes, way, words, env, log, guard)
+            _start_pinned(processes, way, words, env, log, reaper)
         yield processes
     except BaseException:
         for process in processes:  # Nobody waits for the end of a pass any more.
@@ -161,16 +162,16 @@ def _started(
         (folder / "end").touch()
         for process in processes:
             _end(process)
-            guard.forget(process.pid)
+            reaper.forget(process.pid)
         log.close()
 
 
 def _start(
-    command: list[str], env: dict[str, str], log: IO[bytes], guard: Guard
+    command: list[str], env: dict[str, str], log: IO[bytes], reaper: OrphanReaper
 ) -> "subprocess.Popen[bytes]":
     """A process that ends with this one, however that ends."""
     process = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
-    guard.watch(process.pid)
+    reaper.watch(process.pid)
     return process
 
 
@@ -180,10 +181,10 @@ def _start_pinned(
     words: list[str],
     env: dict[str, str],
     log: IO[bytes],
-    guard: Guard,
+    reaper: OrphanReaper,
 ) -> None:
     cores = sorted(os.sched_getaffinity(0))
-    places = seats(
+    places = assign_resources(
         way.num_processes,
         gpus=None,
         cores=cores,
@@ -196,7 +197,7 @@ def _start_pinned(
         own = dict(seat.env) if way.num_processes > 1 else {}
         own.pop(TUNABLES, None)  # What we do for our own processes is part of what is measured.
         command = [sys.executable, "-m", _RACER, *words]
-        process = _start(command, env | own | {"BENCH_RANK": str(rank)}, log, guard)
+        process = _start(command, env | own | {"BENCH_RANK": str(rank)}, log, reaper)
         processes.append(process)
         # Before it has imported anything: threads inherit the cores of who starts them.
         if seat.cores:
@@ -210,7 +211,7 @@ def _environment(way: Way, backend: str, folder: Path) -> dict[str, str]:
         count = f"--xla_force_host_platform_device_count={way.num_replicas}"
         env["XLA_FLAGS"] = f"{env.get('XLA_FLAGS', '')} {count}".strip()
     if way.kind == "multiworker":
-        ports = [_free_port() for _ in range(way.num_processes)]
+        ports = [free_port() for _ in range(way.num_processes)]
         env["BENCH_ADDRESSES"] = json.dumps([f"127.0.0.1:{port}" for port in ports])
     return env
 
@@ -248,8 +249,3 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 def _kill(process: "subprocess.Popen[bytes]") -> None:
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as trial:
-        return int(trial.getsockname()[1])

@@ -25,7 +25,7 @@ from unisono.bench.report import TITLES, plot, table, to_json
 from unisono.bench.script import race_script
 from unisono.checkpoint.atomic import replacing
 from unisono.devices import check_cores, num_gpus
-from unisono.errors import BenchError
+from unisono.errors import LaunchError
 
 _BUSY = 0.5
 _ROUNDS = 5
@@ -129,7 +129,7 @@ def _make_room(output: Path | None) -> None:
         with tempfile.TemporaryFile(dir=output):
             pass
     except OSError as error:
-        raise BenchError(
+        raise LaunchError(
             f"Asked to write the results to {output}: {error.strerror}. Give --output a folder "
             "that can be written to."
         ) from error
@@ -172,7 +172,7 @@ def _backends(asked: str) -> list[str]:
         return installed
     wanted = asked.split(",") if asked else [os.environ.get("KERAS_BACKEND") or installed[0]]
     if missing := [name for name in wanted if name not in installed]:
-        raise BenchError(
+        raise LaunchError(
             f"Asked for {', '.join(missing)}; installed are {', '.join(installed)}. Choose among "
             "those, or all."
         )

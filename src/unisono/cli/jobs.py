@@ -6,11 +6,10 @@ import re
 import shlex
 from typing import Any
 
-from unisono.errors import SlurmError
+from unisono.errors import LaunchError
 from unisono.slurm import cluster
 from unisono.slurm.cluster import Status
-from unisono.slurm.follow import find_out, follow, tails_of
-from unisono.slurm.records import Record, Records
+from unisono.slurm.jobs import Record, Records, find_out, follow, tails_of
 
 _SHOWN = 20
 _COLUMNS = ("JOB", "NAME", "STATE", "CODE", "TIME", "NODES", "WHERE", "PROGRAM")
@@ -60,7 +59,7 @@ def show_logs(options: argparse.Namespace) -> int:
         tail.carry()
     if not any(tail.path.exists() for tail in tails):
         (status,) = _of_task(find_out(record, records), task)[:1]
-        raise SlurmError(
+        raise LaunchError(
             f"Job {task} is {status.state}, and there is no "
             f"{' or '.join(str(tail.path) for tail in tails)}. "
             + _what_to_do(status, record, options.rank)
@@ -86,12 +85,12 @@ def _find(text: str, *, is_whole_allowed: bool = False) -> tuple[Records, Record
     """The record of a job and its task, by what a user typed."""
     named = re.fullmatch(r"(\d{1,18})(?:_(\d{1,9}))?", text, re.ASCII)
     if named is None:
-        raise SlurmError(f"Asked for job {text!r}. Give its number, such as 12, or 12_3.")
+        raise LaunchError(f"Asked for job {text!r}. Give its number, such as 12, or 12_3.")
     records = Records(os.environ)
     record = records.find(cluster.cluster_name(), int(named[1]))
     if text in record.tasks or (is_whole_allowed and named[2] is None):
         return records, record, text
-    raise SlurmError(
+    raise LaunchError(
         f"Asked for job {text}; it is a sweep, whose jobs are {record.tasks[0]} to "
         f"{record.tasks[-1]}. Choose one of them."
         if record.is_array

@@ -11,7 +11,7 @@ from typing import Any
 from unisono.compat.migrate.files import read, replace
 from unisono.compat.migrate.notebooks import migrate_notebook
 from unisono.compat.migrate.remarks import Remark
-from unisono.errors import SourceError
+from unisono.errors import DataError
 
 
 def add_to(commands: Any) -> None:
@@ -32,14 +32,14 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     if importlib.util.find_spec("libcst") is None:
-        raise SourceError(
+        raise DataError(
             "unisono migrate needs LibCST, which is not installed. pip install 'unisono[migrate]'."
         )
     failures = 0
     for path in options.files:
         try:
             _migrate(path, is_written=options.write)
-        except SourceError as error:
+        except DataError as error:
             # The other files are none the worse for it.
             print(f"unisono: {error} Nothing was changed.", file=sys.stderr)
             failures += 1

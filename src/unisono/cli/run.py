@@ -7,7 +7,6 @@ Slurm's srun, the nodes and where they meet are known from there.
 import argparse
 import contextlib
 import os
-import socket
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,10 +15,18 @@ from typing import Any
 from unisono.devices import Selection, choose, describe, num_gpus, remark_on_cores, select
 from unisono.devices.cpu import num_cores
 from unisono.errors import DeviceError
-from unisono.launch.hosts import how_to_start, local_names, merge_local, parse_hosts, spread
-from unisono.launch.network import address_of
-from unisono.launch.plan import START_TIMEOUT, TIMEOUT
-from unisono.launch.start import Request, check_program, start
+from unisono.launch.launcher import start
+from unisono.launch.network import address_of, free_port
+from unisono.launch.plan import START_TIMEOUT_S, TIMEOUT_S, start_timeout_s, timeout_s
+from unisono.launch.request import (
+    Request,
+    check_program,
+    how_to_start,
+    local_names,
+    merge_local,
+    parse_hosts,
+    spread,
+)
 from unisono.scratch import sweep
 from unisono.slurm.step import (
     Step,
@@ -28,9 +35,6 @@ from unisono.slurm.step import (
     read_step,
     remark_on_allocation,
 )
-
-_TIMEOUT_S = 600.0
-_START_TIMEOUT_S = 300.0
 
 
 class _UsageError(Exception):
@@ -182,15 +186,15 @@ def _add_output(group: Any) -> None:
         "--timeout",
         type=_seconds,
         metavar="S",
-        default=os.environ.get(TIMEOUT) or _TIMEOUT_S,
-        help=f"end the run when a process keeps others waiting so long (default: {_TIMEOUT_S:g})",
+        default=timeout_s(os.environ),
+        help=f"end the run when a process keeps others waiting so long (default: {TIMEOUT_S:g})",
     )
     group.add_argument(
         "--start-timeout",
         type=_seconds,
         metavar="S",
-        default=os.environ.get(START_TIMEOUT) or _START_TIMEOUT_S,
-        help=f"how long nodes wait for each other (default: {_START_TIMEOUT_S:g})",
+        default=start_timeout_s(os.environ),
+        help=f"how long nodes wait for each other (default: {START_TIMEOUT_S:g})",
     )
 
 
@@ -203,7 +207,7 @@ def _with_hosts(options: argparse.Namespace, program: Sequence[str]) -> argparse
         words = ("--legacy", *program) if options.legacy else program
         is_here = len(entries) == 1 and entries[0].host in local_names()
         if options.nodes is None and not is_here:
-            raise _UsageError(f"-H names other hosts. {how_to_start(entries, words, _free_port())}")
+            raise _UsageError(f"-H names other hosts. {how_to_start(entries, words, free_port())}")
         if (options.nodes or 1) != len(entries):
             raise _UsageError(f"--nodes is {options.nodes}, and -H fills {len(entries)} host(s)")
         here = entries[min(options.node_rank or 0, len(entries) - 1)].slots
@@ -287,11 +291,6 @@ def _memory(text: str | None) -> str | float | None:
         return None if text is None else float(text)
     except ValueError:
         return text
-
-
-def _free_port() -> int:
-    with socket.create_server(("", 0)) as trial:
-        return int(trial.getsockname()[1])
 
 
 def _checked(convert: Callable[[str], Any], is_good: Callable[[Any], bool], what: str) -> Any:

@@ -1,6 +1,6 @@
 """`unisono top`: devices and runs of this machine, live, twice a second.
 
-Loads no framework, and only reads: what runs publish, what the driver says, what the system counts.
+Loads no framework, and only reads: event files, the GPU driver, and /proc.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from unisono.monitor.events import RankEvents, read_runs, runs_folder
+from unisono.monitor.events import RankEvents, RunsReader, runs_folder
 from unisono.monitor.readings import Readings, read
 from unisono.monitor.verdict import last_word, verdict_on_devices, verdict_on_run
 from unisono.monitor.view import lines
@@ -34,27 +34,27 @@ def add_to(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    reader = RunsReader(runs_folder(os.environ))
+    if not options.json and not options.once and sys.stdout.isatty():
+        _live(reader)
+        return 0
+    look(reader)
+    time.sleep(_EVERY_S)  # Loads are measured between two readings.
+    readings, runs = look(reader)
     if options.json:
-        look()
-        time.sleep(_EVERY_S)  # Loads are measured between two readings.
-        print(json.dumps(as_json(*look())))
-    elif options.once or not sys.stdout.isatty():
-        look()
-        time.sleep(_EVERY_S)
-        width = shutil.get_terminal_size((100, 40)).columns
-        print("\n".join(lines(*look(), width=width, is_cut=sys.stdout.isatty())))
+        print(json.dumps(as_json(readings, runs)))
     else:
-        _live()
+        width = shutil.get_terminal_size((100, 40)).columns
+        print("\n".join(lines(readings, runs, width=width, is_cut=sys.stdout.isatty())))
     return 0
 
 
-def look() -> tuple[Readings, dict[str, list[RankEvents]]]:
+def look(reader: RunsReader) -> tuple[Readings, dict[str, list[RankEvents]]]:
     """The machine, and the runs that are alive or have just ended."""
-    runs = read_runs(runs_folder(os.environ))
     now = time.time()
     shown = {
         name: ranks
-        for name, ranks in runs.items()
+        for name, ranks in reader.read().items()
         if any(events.is_alive for events in ranks) or now - max(map(last_word, ranks)) < _RECENT_S
     }
     pids = [events.writer.pid for ranks in shown.values() for events in ranks if events.is_alive]
@@ -75,14 +75,14 @@ def as_json(readings: Readings, runs: Mapping[str, Sequence[RankEvents]]) -> dic
     }
 
 
-def _live() -> None:
-    """Draw until Ctrl-C, in the terminal's other page, so that what was there comes back."""
+def _live(reader: RunsReader) -> None:
+    """Draw until Ctrl-C, on the terminal's alternate screen, so that its content comes back."""
     out = sys.stdout
     out.write(_ENTER)
     try:
         while True:
             columns, rows = shutil.get_terminal_size()
-            shown = lines(*look(), width=columns, height=rows)
+            shown = lines(*look(reader), width=columns, height=rows)
             out.write(_HOME + "".join(f"{line}{_CLEAR_LINE}\r\n" for line in shown[:-1]))
             out.write("".join(shown[-1:]) + _CLEAR_LINE + _CLEAR_BELOW)
             out.flush()

@@ -12,7 +12,7 @@ import sys
 from importlib.resources import files
 from typing import Any
 
-from unisono.errors import SettingError
+from unisono.errors import ConfigurationError
 
 _PACKAGE = "unisono.recipes"
 NAMES = ("digits", "mnist", "cifar10", "resnet50")
@@ -86,4 +86,4 @@ def _known(name: str) -> str:
         return name
     near = difflib.get_close_matches(name.lower(), NAMES, n=1, cutoff=0.4)
     guess = f" Did you mean {near[0]}?" if near else ""
-    raise SettingError(f"Asked for the recipe {name!r}; there are {', '.join(NAMES)}.{guess}")
+    raise ConfigurationError(f"Asked for the recipe {name!r}; there are {', '.join(NAMES)}.{guess}")

@@ -18,18 +18,20 @@ from unisono.devices.choice import (
     simulated_gpus,
     warn_of_cores,
 )
-from unisono.devices.cuda import has_cuda_started
-from unisono.devices.grant import Grant, Selection, grant_of, select
-from unisono.devices.listing import Listing, devices, list_devices
+from unisono.devices.listing import Device, Listing, Process, devices, list_devices
 from unisono.devices.policy import (
     POLICY,
+    Grant,
     Policy,
+    Selection,
     current_policy,
     describe,
     format_bytes,
+    grant_of,
+    select,
     set_policy,
 )
-from unisono.devices.records import Device, Process
+from unisono.devices.visibility import has_cuda_started
 
 __all__ = [
     "OVERSUBSCRIBE",

@@ -1,7 +1,8 @@
-"""How much of the devices a process may take: described here, applied by the backend's engine.
+"""How much of the devices a process may use: described as plain data, resolved on this machine.
 
-A policy is plain data, so that it can be checked before a framework is there and handed to worker
-processes as text. Of a later policy only what was still open counts; what was set stays.
+A policy can be checked before a framework is imported and handed to worker processes as text. A
+later policy only adds to an earlier one. A grant is a policy resolved for the GPUs of this machine,
+which the backend applies.
 """
 
 import dataclasses
@@ -11,7 +12,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from unisono.devices.choice import check_count
+from unisono.devices.choice import SIMULATED_GPUS, check_count, gpu_ids, num_gpus, simulated_gpus
+from unisono.devices.listing import Device, list_devices
+from unisono.devices.visibility import VISIBLE, read_visibility
 from unisono.errors import DeviceError
 
 POLICY = "UNISONO_POLICY"
@@ -146,3 +149,160 @@ def _parsed_memory(memory: str | float | None) -> str | int | float | None:
 def shown(value: object) -> str:
     """A value as it is written in a call."""
     return repr(list(value)) if isinstance(value, tuple) else repr(value)
+
+
+_IDLE_SHARE = 0.5
+"""A GPU with less of its memory free is in use, though by processes that cannot be seen here."""
+
+
+@dataclass(frozen=True)
+class Grant:
+    """A policy with its amounts worked out, ready for a backend to apply."""
+
+    gpus: tuple[int, ...] | None = None
+    """The GPUs to keep, by the numbers that CUDA gave them; None for all."""
+    is_growing: bool | None = None
+    """True: take memory as it is needed. False: take it at the start. None: as the backend does."""
+    limit_bytes: int | None = None
+    """At most so much of each GPU..."""
+    limit_share: float | None = None
+    """...which is this part of the largest one, so that the limit holds on all."""
+    cpu_threads: int | None = None
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The GPUs of a grant: their numbers, and their names for `CUDA_VISIBLE_DEVICES`."""
+
+    numbers: tuple[int, ...]
+    names: tuple[str, ...]
+    total_bytes: tuple[int | None, ...]
+    is_simulated: bool = False
+
+    def hide_others(self) -> None:
+        """Make this process, and those it starts, see no other GPU."""
+        if self.is_simulated:
+            os.environ[SIMULATED_GPUS] = str(len(self.numbers))
+        else:
+            os.environ[VISIBLE] = ",".join(self.names)
+
+
+def select(gpus: int | Sequence[int] | str | None) -> Selection:
+    """The GPUs that are asked for, all visible ones for None; raises DeviceError."""
+    if simulated_gpus():
+        numbers = _simulated_numbers(gpus, simulated_gpus())
+        return Selection(numbers, (), (), is_simulated=True)
+    listing = list_devices()
+    records = {
+        device.visible_index: device
+        for device in listing.devices
+        if device.kind == "gpu" and device.visible_index is not None
+    }
+    names = _names(listing.devices)
+    numbers = _numbers(gpus, len(names), list(records.values()), " ".join(listing.notes))
+    totals = tuple(records[i].total_bytes if i in records else None for i in numbers)
+    return Selection(numbers, tuple(names[i] for i in numbers), totals)
+
+
+def grant_of(policy: Policy, selection: Selection) -> Grant:
+    """Work out a policy for the GPUs selected; raises DeviceError where it cannot hold."""
+    memory, totals = policy.memory, selection.total_bytes
+    limit_bytes: int | None = None
+    limit_share: float | None = None
+    if isinstance(memory, (int, float)) and totals:
+        known = [total for total in totals if total is not None]
+        if len(known) < len(totals):
+            raise DeviceError(
+                f"Asked for memory={memory}; found no way to tell how much the GPUs have. See "
+                "`unisono devices`, install nvidia-ml-py (pip install nvidia-ml-py) if it is "
+                'missing, or ask for "grow".'
+            )
+        limit_bytes = memory if isinstance(memory, int) else int(memory * min(known))
+        if limit_bytes > min(known):
+            raise DeviceError(
+                f"Asked for memory={format_bytes(limit_bytes)} a GPU; found one with "
+                f"{format_bytes(min(known))}. Ask for at most that, or for a share of the whole."
+            )
+        limit_share = limit_bytes / max(known)
+    return Grant(
+        gpus=selection.numbers if policy.gpus is not None else None,
+        is_growing={"grow": True, "all": False}.get(str(memory)),
+        limit_bytes=limit_bytes,
+        limit_share=limit_share,
+        cpu_threads=policy.cpu_threads,
+    )
+
+
+def idle_gpus(gpus: Sequence[Device]) -> list[Device]:
+    """Those that nobody else computes on, the emptiest first."""
+
+    def is_idle(gpu: Device) -> bool:
+        if gpu.error is not None or gpu.free_bytes is None or gpu.total_bytes is None:
+            return False
+        is_ours = all(process.pid == os.getpid() for process in gpu.processes)
+        return is_ours and gpu.free_bytes >= _IDLE_SHARE * gpu.total_bytes
+
+    return sorted(filter(is_idle, gpus), key=lambda gpu: (-(gpu.free_bytes or 0), gpu.index))
+
+
+def _simulated_numbers(gpus: int | Sequence[int] | str | None, count: int) -> tuple[int, ...]:
+    idle = num_idle(gpus)
+    if gpus is None or idle == 0:
+        return tuple(range(count))
+    if idle is not None:
+        return gpu_ids(idle, count)
+    assert not isinstance(gpus, str)
+    return gpu_ids(gpus, count)
+
+
+def _numbers(
+    gpus: int | Sequence[int] | str | None, available: int, records: Sequence[Device], notes: str
+) -> tuple[int, ...]:
+    if gpus is None:
+        return tuple(range(available))
+    if not available:
+        raise DeviceError(
+            f"Asked for gpus={shown(gpus)}; found no visible GPU. {notes} Leave gpus= out to work "
+            f"on the CPU, or set {SIMULATED_GPUS} to rehearse."
+        )
+    if isinstance(gpus, str):
+        if not records:
+            raise DeviceError(
+                f"Asked for gpus={gpus!r}; found no GPU that tells whether it is idle. {notes} "
+                "Name ids instead."
+            )
+        return _idle_numbers(gpus, records)
+    numbers = gpu_ids(gpus, available)
+    _refuse_failing(gpus, [record for record in records if record.visible_index in numbers])
+    return numbers
+
+
+def _idle_numbers(asked: str, gpus: Sequence[Device]) -> tuple[int, ...]:
+    idle = idle_gpus(gpus)
+    wanted = num_idle(asked) or max(1, len(idle))
+    if len(idle) < wanted:
+        raise DeviceError(
+            f"Asked for gpus={asked!r}; found {len(idle)} idle of {len(gpus)} visible GPU(s). "
+            "`unisono devices` shows who uses them. Ask for fewer, or name their ids."
+        )
+    chosen = sorted(idle[:wanted], key=lambda gpu: gpu.index)
+    return tuple(gpu.visible_index for gpu in chosen if gpu.visible_index is not None)
+
+
+def _names(devices: Sequence[Device]) -> list[str]:
+    """The visible GPUs by names that mean the same in any order of devices: UUIDs if possible."""
+    gpus = [device for device in devices if device.kind == "gpu"]
+    uuids = [gpu.uuid for gpu in gpus]
+    visibility = read_visibility(len(gpus), uuids) if gpus else read_visibility(num_gpus())
+    if VISIBLE in os.environ or not gpus or None in uuids:
+        return list(visibility.entries)
+    return [uuid for uuid in uuids if uuid is not None]
+
+
+def _refuse_failing(asked: object, gpus: Sequence[Device]) -> None:
+    for gpu in gpus:
+        if gpu.error is not None:
+            raise DeviceError(
+                f"Asked for gpus={shown(asked)}; GPU {gpu.visible_index} fails: {gpu.error}. "
+                "Choose others."
+            )

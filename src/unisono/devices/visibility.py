@@ -1,11 +1,14 @@
 """Which GPUs `CUDA_VISIBLE_DEVICES` leaves visible, read as CUDA itself reads it.
 
-An entry is an index, a UUID or the beginning of just one (`GPU-8932f937`), or the name of a MIG
-part, which is passed through. CUDA stops at the first entry that it cannot use, without a word,
-and sees nothing at all where one is repeated; so what it does is put in words here.
+An entry is an index, a UUID or a unique prefix of one (`GPU-8932f937`), or the name of a MIG
+instance, which is passed through. CUDA stops at the first entry that it cannot use, silently, and
+sees no GPU where one is repeated; so what it does is reported here. CUDA reads the variable once,
+when the first library of the process starts it, which may be long before a framework counts as
+started: Keras' torch backend does it on import.
 """
 
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -100,3 +103,21 @@ def _resolve(
 
 def _numbers(values: Sequence[int]) -> str:
     return ", ".join(map(str, values))
+
+
+_NOT_INITIALIZED = 3
+
+
+def has_cuda_started() -> bool:
+    """Whether the list of visible GPUs is fixed for this process."""
+    if not sys.platform.startswith("linux"):
+        return False
+    import ctypes
+
+    try:
+        # NOLOAD: only a driver that another library has loaded.
+        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD)
+    except OSError:
+        return False
+    count = ctypes.c_int()
+    return bool(driver.cuDeviceGetCount(ctypes.byref(count)) != _NOT_INITIALIZED)

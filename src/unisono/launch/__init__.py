@@ -1,1 +1,1 @@
-"""Start processes, talk to them, end them. No framework is imported in this room."""
+"""Starts the processes of a run, connects and ends them. No framework is imported here."""

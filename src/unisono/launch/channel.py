@@ -1,30 +1,33 @@
-"""A private line between a process and a worker it started: messages, and memory that both see.
+"""A private channel between a process and a worker it started: messages, and shared memory.
 
-The line is a socket pair inherited by the worker, so nobody else can write to it; that is why
+The channel is a socket pair inherited by the worker, so nobody else can write to it; that is why
 pickles may travel on it. Memory is an anonymous file handed over the same way: it has no name, is
-not bound by the size of /dev/shm, and is gone with the last process that maps it.
+not bound by the size of /dev/shm, and is gone with the last process that maps it. A worker ends
+when its parent is gone (`end_with_parent`).
 """
 
 import mmap
 import os
 import pickle
+import selectors
 import socket
 import struct
 import tempfile
+import threading
 from typing import Any
 
 _LENGTH = struct.Struct("!Q")
 
 
 class Channel:
-    """One end of the line. Messages are any picklable objects and arrive in order."""
+    """One end of it. Messages are any picklable objects and arrive in order."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
 
     @classmethod
     def pair(cls) -> tuple["Channel", socket.socket]:
-        """A line: our end, and the socket that a worker inherits."""
+        """Our end, and the socket that a worker inherits."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         return cls(ours), theirs
 
@@ -84,5 +87,41 @@ class SharedMemory:
         return cls(file, num_bytes)
 
     def close(self) -> None:
-        """Let go of the file. Views of the buffer stay valid until they are dropped."""
+        """Close the file. Views of the buffer stay valid until they are dropped."""
         os.close(self.file)
+
+
+_POLL_S = 1.0
+
+
+def end_with_parent(line: socket.socket) -> None:
+    """Exit this process at once when the other end of `line` is closed or the parent changes.
+
+    Watched by a thread, which runs while the main thread is in a collective. (The kernel's
+    parent-death signal follows the thread that started us, which may end before its process.)
+    """
+    parent = os.getppid()
+    threading.Thread(target=_watch, args=(line, parent), daemon=True).start()
+
+
+def _watch(line: socket.socket, parent: int) -> None:
+    # Only the end of the stream is looked for: messages belong to the main thread.
+    with selectors.DefaultSelector() as selector:
+        selector.register(line, selectors.EVENT_READ)
+        while os.getppid() == parent:
+            if selector.select(_POLL_S) and _is_closed(line):
+                break
+    os._exit(1)
+
+
+def _is_closed(line: socket.socket) -> bool:
+    try:
+        if line.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+            # A message waits for the main thread, which may be busy: do not spin.
+            threading.Event().wait(_POLL_S)
+            return False
+        return True
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True

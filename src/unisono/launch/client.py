@@ -1,8 +1,8 @@
-"""This process' line to the other processes of its run: who they are, and meeting them.
+"""This process' connection to the rendezvous server of its run: collectives of small values.
 
-Joined when unisono is imported, before a framework can start. Tensors never travel here; engines
-use the line to find each other, and to agree on what they are about to do, so that a difference
-between processes is an error that names it and never a collective that waits for ever.
+Joined when unisono is imported, before a framework can start. Tensors never travel here; backends
+use it to find each other, and to agree on what they are about to do, so that a difference between
+processes is an error that names it and never a collective that hangs.
 """
 
 import atexit
@@ -38,12 +38,12 @@ class World:
         self._pid = os.getpid()
         self._doing = "starting"
         self.num_points = 0
-        """How many points all processes have met at: the same everywhere at the same place of the
-        program."""
+        """How many collectives of all processes were called: the same everywhere at the same place
+        of the program."""
         self.waited_s = 0.0
         """How long this process has waited for others, in all."""
         self.is_preempting = False
-        """Whether all processes know, at the same step, that the run must make room."""
+        """Whether all processes know, at the same step, that the run is being preempted."""
         self._asking = threading.Lock()
         self._sending = threading.Lock()
         self._is_left = False
@@ -60,15 +60,17 @@ class World:
             if not isinstance(error.__cause__, TimeoutError):
                 raise
             raise LaunchError(
-                f"The run's meeting point let rank {self.rank} in, and then said nothing for "
-                f"{start_timeout_s:g} s. Look at the first node, and at what is between."
+                f"The rendezvous server admitted rank {self.rank}, and then did not answer for "
+                f"{start_timeout_s:g} s. Check the first node, and the network between."
             ) from error.__cause__
         self._frames.socket.settimeout(None)
         if "error" in answer:
             raise LaunchError(str(answer["error"]))
         self.seed = int(answer["seed"])
         """One number drawn for the run, the same in all processes."""
-        threading.Thread(target=self._beat, name="unisono-heartbeat", daemon=True).start()
+        threading.Thread(
+            target=self._send_heartbeats, name="unisono-heartbeat", daemon=True
+        ).start()
         atexit.register(self.leave)
 
     @property
@@ -77,19 +79,19 @@ class World:
         return os.getpid() == self._pid
 
     def all_gather(self, topic: str, value: Any, ranks: Sequence[int] | None = None) -> list[Any]:
-        """Every process' value, in rank order, once all have come to this topic.
+        """Every process' value, in rank order, once all have called it with this topic.
 
-        DisagreementError in all of them when one comes to something else, or ends.
+        DisagreementError in all of them when one calls something else, or ends.
         """
-        values: list[Any] = self._meet("exchange", topic, value, ranks)
+        values: list[Any] = self._collective("all_gather", topic, value, ranks)
         return values
 
     def broadcast(self, topic: str, value: Any) -> Any:
         """The chief's value, in every process."""
-        return self._meet("follow", topic, value if self.is_chief else None, None)
+        return self._collective("broadcast", topic, value if self.is_chief else None, None)
 
     def announce(self, topic: str, **said: Any) -> None:
-        """The chief has done what `wait_for_chief` waits for; `said` reaches those who do."""
+        """The chief has done what `wait_for_chief` waits for; `said` is sent to those that wait."""
         self._send({"do": "announce", "topic": topic, "said": said})
 
     def wait_for_chief(self, topic: str) -> Message | None:
@@ -98,11 +100,11 @@ class World:
         return said
 
     def put(self, key: str, value: bytes) -> None:
-        """Leave a value for other processes."""
+        """Store a value for other processes."""
         self._ask({"do": "put", "key": key, "value": base64.b64encode(value).decode()})
 
     def get(self, key: str, timeout_s: float = _GET_TIMEOUT_S) -> bytes:
-        """A value that another process has left, waiting for it; TimeoutError after a while."""
+        """A value that another process has stored, waiting for it; TimeoutError after a while."""
         answer = self._ask({"do": "get", "key": key, "timeout_s": timeout_s})
         if "error" in answer:
             raise TimeoutError(f"{answer['error']} within {timeout_s:g} s")
@@ -117,7 +119,7 @@ class World:
         self._doing = what
 
     def leave(self) -> None:
-        """Tell the others that this process comes to no further point."""
+        """Tell the server that this process calls no further collectives."""
         if self._is_left or not self.is_ours:
             return
         self._is_left = True
@@ -129,10 +131,10 @@ class World:
                 self._ask({"do": "leave"})
 
     def abandon(self) -> None:
-        """Go without a word, after a failure: then the others learn that this process is lost."""
+        """Do not say goodbye, after a failure: then the others see this process as lost."""
         self._is_left = True
 
-    def _meet(self, kind: str, topic: str, value: Any, ranks: Sequence[int] | None) -> Any:
+    def _collective(self, kind: str, topic: str, value: Any, ranks: Sequence[int] | None) -> Any:
         members = None if ranks is None else list(ranks)
         self._doing = topic
         if ranks is None:
@@ -146,7 +148,7 @@ class World:
         with self._asking:
             try:
                 if self._is_unanswered:
-                    self._forget_answers()
+                    self._discard_answers()
                 self._is_unanswered = True
                 self._send(message)
                 answer = self._frames.receive()
@@ -154,23 +156,23 @@ class World:
             except TamperedError as error:
                 self._frames.close()
                 raise LaunchError(
-                    f"Rank {self.rank} listened to the run's meeting point: {error}. Something "
-                    "between the hosts changes what they send: look at proxies, and at who else is "
-                    "on this network."
+                    f"Rank {self.rank} read from the rendezvous server: {error}. Something between "
+                    "the hosts changes what they send: check proxies, and who else is on this "
+                    "network."
                 ) from error
             except (EOFError, OSError) as error:
                 raise PeerLostError(
-                    "The run's meeting point is gone, and with it most likely the launcher or the "
+                    "The rendezvous server is gone, and with it most likely the launcher or the "
                     f"first node: {error or 'the connection was closed'}."
                 ) from error
         if "dropped" in answer:
             raise LaunchError(
-                f"The run's meeting point cut rank {self.rank} off: {answer['dropped']}."
+                f"The rendezvous server closed rank {self.rank}'s connection: {answer['dropped']}."
             )
         return answer
 
-    def _forget_answers(self) -> None:
-        """Read what answers earlier questions; else it would be taken for the next one's answer."""
+    def _discard_answers(self) -> None:
+        """Read the answers to earlier requests; else one would be taken for the next answer."""
         self._send({"do": "withdraw"})
         while not self._frames.receive().get("withdrawn"):
             pass
@@ -179,7 +181,7 @@ class World:
         with self._sending:
             self._frames.send(message)
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         while not self._is_left:
             try:
                 self._send({"do": "alive", "doing": self._doing})
@@ -189,7 +191,7 @@ class World:
 
 
 def _value(answer: Message) -> Any:
-    """What an answer says, or the error that it tells of."""
+    """The value of an answer; raises the error that it holds."""
     if "error" not in answer:
         return answer["value"]
     if answer.get("is_lost"):
@@ -198,7 +200,7 @@ def _value(answer: Message) -> Any:
 
 
 def connect(coordinator: str, secret: str, timeout_s: float) -> Frames:
-    """A trusted line to the meeting point, which may not be there yet, or have much to do."""
+    """An authenticated connection to a server, which may not be there yet, or be busy."""
     host, _, port = coordinator.rpartition(":")
     deadline = time.monotonic() + timeout_s
     while True:
@@ -208,16 +210,15 @@ def connect(coordinator: str, secret: str, timeout_s: float) -> Frames:
         except (EOFError, OSError) as error:
             if time.monotonic() > deadline:
                 raise LaunchError(
-                    f"No answer from the run's meeting point at {coordinator} within "
+                    f"No answer from the rendezvous server at {coordinator} within "
                     f"{timeout_s:g} s: {error or 'it closed the connection'}. Check that the first "
-                    "node was started, that the address is its own, and that no firewall stands "
-                    "between."
+                    "node was started, that the address is its own, and that no firewall blocks it."
                 ) from error
             time.sleep(_RETRY_S)
 
 
 def greet_at(host: str, port: int, secret: str, timeout_s: float) -> Frames:
-    """A trusted line to who proves the secret at an address; errors as of `greet`."""
+    """An authenticated connection to an address; errors as of `greet`."""
     sock = socket.create_connection((host, port), timeout=timeout_s)
     try:
         return greet(sock, secret, timeout_s)
@@ -235,6 +236,6 @@ def current_world() -> World | None:
 
 
 def enter(world: World) -> None:
-    """Make a world this process' own."""
+    """Make a world that of this process."""
     global _world
     _world = world

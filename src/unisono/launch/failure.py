@@ -1,7 +1,8 @@
-"""Why a run ended: which process failed first, how, and what to tell of it.
+"""Why a run ended: which process failed first, how, and what is printed about it.
 
-When one process fails, others fail of it within milliseconds. So what is an echo of another's end
-counts less than what has a cause of its own, and only then who came first.
+When one process fails, others fail as a consequence within milliseconds. So a consequence of
+another process' end (`echo`) counts less than a failure with a cause of its own, whichever was seen
+first.
 """
 
 import dataclasses
@@ -16,13 +17,13 @@ from unisono.errors import PREEMPTED_CODE
 
 _WEIGHTS = {"interrupt": 0, "node": 0, "stall": 0, "kill": 0, "disagreement": 2, "echo": 3}
 _USUAL_WEIGHT = 1
-_OUR_THREADS = (" in _end_with_launcher", " in _beat")
+_OUR_THREADS = (" in _end_with_launcher", " in _send_heartbeats")
 _OUR_FILE = str(Path(__file__).parent.with_name("bootstrap.py"))
 
 
 @dataclass(frozen=True)
 class Failure:
-    """How one process failed, or a whole node."""
+    """How one process failed, or a node."""
 
     kind: str
     cause: str
@@ -56,20 +57,17 @@ class Outcome:
 
     code: int = 0
     text: str = ""
-    """What is to be printed last."""
+    """What is printed last."""
     first: Failure | None = None
     """The failure that ended it, if one did."""
 
 
-def ended_well(has_made_room: bool) -> Outcome:
-    """The outcome of a run in which nobody failed."""
-    if not has_made_room:
+def outcome_of(*, is_preempted: bool) -> Outcome:
+    """The outcome of a run in which no process failed."""
+    if not is_preempted:
         return Outcome()
-    return Outcome(
-        PREEMPTED_CODE,
-        "unisono: the run has made room before it was complete, as it was asked to "
-        f"(exit code {PREEMPTED_CODE}).\n",
-    )
+    text = f"unisono: the run was preempted before it was complete (exit code {PREEMPTED_CODE}).\n"
+    return Outcome(PREEMPTED_CODE, text)
 
 
 def name_of(rank: int, host: str, pid: int) -> str:
@@ -77,7 +75,7 @@ def name_of(rank: int, host: str, pid: int) -> str:
 
 
 def cause_of_report(report: dict[str, Any]) -> tuple[str, str, int]:
-    """Kind, cause and exit code by what a process told."""
+    """Kind, cause and exit code by a process' report."""
     kind, code = str(report["kind"]), int(report["code"])
     if kind == "exit":
         return kind, f"ended itself with exit code {code}", code
@@ -98,11 +96,11 @@ def cause_of_code(code: int, memory_kills_before: int | None) -> tuple[str, str,
 
 
 def first_of(failures: Sequence[Failure]) -> Failure:
-    """The one that the others followed from."""
+    """The one that the others are consequences of."""
     return min(failures, key=lambda failure: _WEIGHTS.get(failure.kind, _USUAL_WEIGHT))
 
 
-def last_words(output: str, traceback: str, num_lines: int = 20) -> str:
+def last_output(output: str, traceback: str, num_lines: int = 20) -> str:
     """The end of what a process printed, up to the traceback, which may be half printed."""
     lines, trace = output.splitlines(), traceback.splitlines()
     for i in range(max(0, len(lines) - len(trace)), len(lines)):
@@ -114,7 +112,7 @@ def last_words(output: str, traceback: str, num_lines: int = 20) -> str:
 
 
 def describe(failures: Sequence[Failure], stacks: dict[int, str], whose: dict[int, str]) -> str:
-    """The last words of a run: stacks, what the first printed, who it was, and its traceback."""
+    """What is printed of a failed run: stacks, the first failure's output, cause and traceback."""
     first = first_of(failures)
     parts = [f"{whose[rank]}:\n{without_ours(stacks[rank])}\n" for rank in sorted(stacks)]
     parts += [f"[rank {first.rank}] {line}" for line in first.last_lines.splitlines()]
@@ -125,14 +123,14 @@ def describe(failures: Sequence[Failure], stacks: dict[int, str], whose: dict[in
     if first.note:
         parts.append(first.note)
     if first.log is not None:
-        parts.append(f"Its whole output is in {first.log}.")
+        parts.append(f"All of its output is in {first.log}.")
     if first.traceback:
         parts.append(first.traceback.rstrip())
     return "\n".join(parts) + "\n"
 
 
 def without_ours(stacks: str) -> str:
-    """Stacks without the threads and the frames that we have put into every process."""
+    """Stacks without the threads and frames of unisono itself."""
     kept = []
     for thread in stacks.split("\n\n"):
         lines = thread.splitlines()

@@ -11,14 +11,14 @@ from unisono.errors import LaunchError
 
 LOOPBACK = "127.0.0.1"
 
-_ELSEWHERE = "203.0.113.1"  # Kept free for documents: no machine has it, all have a way to it.
+_ELSEWHERE = "203.0.113.1"  # Reserved for documentation: no machine has it, all have a route.
 _SIOCGIFCONF = 0x8912
 _ENTRY_BYTES = 40
 _MOST_BYTES = 64 * 1024
 
 
 def split_address(text: str) -> tuple[str, int]:
-    """`host:port` in its parts; LaunchError for what is none.
+    """Host and port of `host:port`; LaunchError for anything else.
 
     >>> split_address("[fe80::1]:4000")
     ('fe80::1', 4000)
@@ -56,6 +56,12 @@ def address_of(interface: str) -> str:
         f"Asked for the interface {interface!r}; this machine has {_listed(known)}. Choose among "
         "those that have an address."
     )
+
+
+def free_port(host: str = LOOPBACK) -> int:
+    """A port that nothing listens at now."""
+    with socket.create_server((host, 0)) as trial:
+        return int(trial.getsockname()[1])
 
 
 def is_own(address: str) -> bool:

@@ -1,7 +1,7 @@
-"""The launchers of a run's nodes: they find each other, agree on ranks, and hear of each other.
+"""The launchers of a run's nodes: they find each other, agree on ranks, and stay in contact.
 
-Node 0's launcher listens at the coordinator's address; each other one calls it, says how many
-processes it brings, and learns which ranks they have. From then on every launcher speaks each
+Node 0's launcher listens at the coordinator's address; every other one connects to it, says how
+many processes it has, and is assigned their ranks. From then on every launcher sends a message each
 second, so that a node that is lost is noticed though nothing closes its connection.
 """
 
@@ -27,13 +27,13 @@ _CLOSE_S = 1.0
 
 @dataclass(frozen=True)
 class Hello:
-    """What a launcher says of its node."""
+    """How a launcher introduces its node."""
 
     node: int
     num_nodes: int
     num_processes: int
     world_size: int | None
-    """The size of the world where it was asked for one."""
+    """The size of the world, where one was requested."""
     host: str
     """The address at which the node's processes are reached."""
     name: str
@@ -44,9 +44,9 @@ class Peer:
 
     def __init__(self, frames: Frames, hello: Hello) -> None:
         self.hello = hello
-        self.last_word = time.monotonic()
+        self.last_message = time.monotonic()
         self.is_gone = False
-        self.how_lost = ""
+        self._why_gone = ""
         self._frames = frames
         frames.socket.settimeout(_SEND_S)
 
@@ -54,49 +54,53 @@ class Peer:
     def name(self) -> str:
         return self.hello.name
 
+    def how_lost(self, silence_s: float) -> str:
+        """Why the node counts as lost, after so long a silence or because it is gone."""
+        return self._why_gone if self.is_gone else f"no message for {silence_s:.0f} s"
+
     def fileno(self) -> int:
         return self._frames.fileno()
 
     def send(self, message: Message) -> None:
-        # That it is gone is noticed where its words are read.
+        # That it is gone is noticed where its messages are read.
         if not self.is_gone:
             with contextlib.suppress(OSError):
                 self._frames.send(message)
 
     def receive(self) -> list[Message]:
-        """What has come; the peer is gone once nothing can come any more."""
+        """The messages that have arrived; the peer is gone once none can arrive any more."""
         messages: list[Message] = []
         while not self.is_gone and select.select([self], [], [], 0)[0]:
             try:
                 messages += self._frames.receive_available()
-                self.last_word = time.monotonic()
+                self.last_message = time.monotonic()
             except TamperedError as error:
-                self._hang_up(str(error))
+                self._disconnect(str(error))
             except (EOFError, OSError):
-                self._hang_up()
+                self._disconnect()
             except Exception as error:
-                self._hang_up(f"what it said makes no sense ({error!r})")
+                self._disconnect(f"its message is malformed ({error!r})")
         return messages
 
     def close(self) -> None:
-        """Hang up, after the other end has read the last word: closing at once may destroy it."""
+        """Close, after the other end has read the last message: closing at once may destroy it."""
         with contextlib.suppress(OSError):
             self._frames.socket.shutdown(socket.SHUT_WR)
         deadline = time.monotonic() + _CLOSE_S
         while not self.is_gone and time.monotonic() < deadline:
             self.receive()
             time.sleep(0.01)
-        self._hang_up()
+        self._disconnect()
 
-    def _hang_up(self, why: str = "its launcher is gone") -> None:
+    def _disconnect(self, why: str = "its launcher is gone") -> None:
         if not self.is_gone:
-            self.how_lost = why
+            self._why_gone = why
         self.is_gone = True
         self._frames.close()
 
 
 class Peers:
-    """The other launchers that this one talks to: node 0's with all, the others' with node 0's."""
+    """The launchers that this one is connected to: node 0's to all others, those to node 0's."""
 
     def __init__(self, peers: Iterable[Peer] = ()) -> None:
         self._peers = list(peers)
@@ -107,7 +111,7 @@ class Peers:
     def __len__(self) -> int:
         return len(self._peers)
 
-    def tell(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         for peer in self._peers:
             peer.send(message)
 
@@ -116,11 +120,11 @@ class Peers:
             peer.close()
 
 
-class Host:
-    """Node 0's side: gathers the other launchers, and turns away who does not fit."""
+class NodeServer:
+    """Node 0's side: collects the other launchers, and refuses those that do not fit."""
 
     def __init__(self, own: Hello, ports: Sequence[int], secret: str) -> None:
-        """Listens at the first of the ports that can be had."""
+        """Listens at the first of the ports that is free."""
         self._own = own
         self._peers: dict[int, Peer] = {}
         self._is_complete = False
@@ -129,7 +133,7 @@ class Host:
         self._server.start()
 
     def gather(self, timeout_s: float) -> list[Peer]:
-        """All other nodes' launchers, in order; LaunchError where some do not come."""
+        """All other nodes' launchers, in order; LaunchError where some do not connect."""
         deadline = time.monotonic() + timeout_s
         while len(self._present()) < self._own.num_nodes - 1:
             if time.monotonic() > deadline:
@@ -163,7 +167,7 @@ class Host:
         with self._lock:
             for node, peer in list(self._peers.items()):
                 peer.receive()
-                if peer.is_gone:  # It may come again.
+                if peer.is_gone:  # It may connect again.
                     del self._peers[node]
             return dict(self._peers)
 
@@ -173,9 +177,9 @@ class Host:
         here = {0, *peers}
         missing = [str(node) for node in range(self._own.num_nodes) if node not in here]
         reason = (
-            f"Of {self._own.num_nodes} nodes, {', '.join(missing)} did not come to the coordinator "
-            f"{when}. Start the same command on every node, with --node-rank from 0 to "
-            f"{self._own.num_nodes - 1} and this coordinator, and let no firewall stand between."
+            f"Of {self._own.num_nodes} nodes, {', '.join(missing)} did not connect to the "
+            f"coordinator {when}. Start the same command on every node, with --node-rank from 0 to "
+            f"{self._own.num_nodes - 1} and this coordinator, and check that no firewall blocks it."
         )
         for peer in peers.values():
             peer.send({"do": "refuse", "reason": reason})
@@ -204,8 +208,10 @@ class Host:
         return "The run has begun without this node." if self._is_complete else None
 
 
-def call_host(coordinator: str, secret: str, hello: Hello, timeout_s: float) -> tuple[Peer, Any]:
-    """The other nodes' side: node 0's launcher, and what it says once all have come."""
+def connect_to_node_0(
+    coordinator: str, secret: str, hello: Hello, timeout_s: float
+) -> tuple[Peer, Any]:
+    """The other nodes' side: node 0's launcher, and its welcome once all have connected."""
     deadline = time.monotonic() + timeout_s
     frames = connect(coordinator, secret, timeout_s)
     frames.send(dataclasses.asdict(hello))
@@ -220,9 +226,13 @@ def call_host(coordinator: str, secret: str, hello: Hello, timeout_s: float) -> 
                 raise LaunchError(str(message["reason"]))
             if "dropped" in message:
                 peer.close()
-                raise LaunchError(f"Node 0's launcher cut this node off: {message['dropped']}.")
+                raise LaunchError(f"Node 0's launcher closed the connection: {message['dropped']}.")
         time.sleep(_POLL_S)
-    reason = f"is lost: {peer.how_lost}" if peer.is_gone else f"did not begin in {timeout_s:g} s"
+    reason = (
+        f"is lost: {peer.how_lost(timeout_s)}"
+        if peer.is_gone
+        else f"did not begin in {timeout_s:g} s"
+    )
     peer.close()
     raise LaunchError(f"The launcher of node 0 at {coordinator} {reason}. See what it printed.")
 
@@ -233,8 +243,8 @@ def _check_sizes(hellos: Sequence[Hello], peers: Sequence[Peer]) -> None:
         if hello.world_size not in (None, total):
             counts = ", ".join(f"{each.name}: {each.num_processes}" for each in hellos)
             reason = (
-                f"Node {hello.node} ({hello.name}) was asked for a world of {hello.world_size} "
-                f"processes; the nodes bring {total} ({counts}). Give every node the same numbers."
+                f"Node {hello.node} ({hello.name}) was started for a world of {hello.world_size} "
+                f"processes; the nodes have {total} ({counts}). Give every node the same numbers."
             )
             for peer in peers:
                 peer.send({"do": "refuse", "reason": reason})

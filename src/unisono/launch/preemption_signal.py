@@ -1,57 +1,58 @@
-"""The warning that a run must soon make room, kept until training can act on it.
+"""The signal that announces a preemption, remembered until training can act on it.
 
-It comes as a signal: SIGUSR1 from our launcher or, where `unisono submit` asked for it, from Slurm;
-SIGTERM from Slurm, which sends that to all processes of a job that it takes away. Outside of
-training nobody would act on it, so there SIGTERM ends a process as always.
+SIGUSR1 comes from our launcher or, where `unisono submit` asked for it, from Slurm; SIGTERM from
+Slurm, which sends it to all processes of a job that it preempts. Outside of training nothing would
+act on it, so there SIGTERM ends a process as always. A module of its own, as it holds the state of
+the process' signal handlers.
 """
 
 import os
 import signal
 import threading
 
-WARNING = signal.SIGUSR1
+PREEMPTION_SIGNAL = signal.SIGUSR1
 REQUEUE = "UNISONO_REQUEUE"
-"""Set where a run that has made room is begun again by itself."""
+"""Set where a preempted run is queued again automatically."""
 
-_listening: set[int] = set()
-_num_heeding = 0
-_is_warned = False
+_handled: set[int] = set()
+_num_watchers = 0
+_is_preempting = False
 
 
-def listen(*numbers: int) -> None:
-    """Take these signals for a warning from now on, in a process that can."""
+def handle_signals(*numbers: int) -> None:
+    """Take these signals as a preemption from now on, in the main thread of a process."""
     if threading.current_thread() is not threading.main_thread():
         return
     for number in numbers:
-        # What a program has made of a signal itself stays.
+        # A handler that the program has installed stays.
         if signal.getsignal(number) in (signal.SIG_DFL, signal.SIG_IGN):
-            signal.signal(number, _take)
-            _listening.add(number)
+            signal.signal(number, _receive)
+            _handled.add(number)
 
 
-def is_listening() -> bool:
-    return bool(_listening)
+def is_handling_signals() -> bool:
+    return bool(_handled)
 
 
 def is_preempting() -> bool:
-    return _is_warned
+    """Whether a preemption was announced to this process."""
+    return _is_preempting
 
 
-def warn() -> None:
-    """Take it that a warning has come."""
-    global _is_warned
-    _is_warned = True
+def request_preemption() -> None:
+    """Act as if the signal had come."""
+    global _is_preempting
+    _is_preempting = True
 
 
-def heed(is_begun: bool) -> None:
-    """Say that somebody begins, or ends, to look for a warning often."""
-    global _num_heeding
-    _num_heeding += 1 if is_begun else -1
+def watch(is_begun: bool) -> None:
+    """Note that a training begins, or ends, to check for a preemption at each step."""
+    global _num_watchers
+    _num_watchers += 1 if is_begun else -1
 
 
-def _take(number: int, frame: object) -> None:
-    global _is_warned
-    _is_warned = True
-    if number == signal.SIGTERM and not _num_heeding:
+def _receive(number: int, frame: object) -> None:
+    request_preemption()
+    if number == signal.SIGTERM and not _num_watchers:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)

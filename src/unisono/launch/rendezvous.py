@@ -1,9 +1,9 @@
-"""The meeting point of a run: one small server that its processes talk to, and no tensor passes.
+"""The rendezvous server of a run: its processes join it and synchronize; no tensors pass through.
 
-It runs in the launcher, or in the first process where somebody else's launcher started them. It
-lets in who proves the run's secret (see server.py), checks that ranks and sizes agree, keeps the
-values by which engines find each other, and lets processes meet (see points.py). It listens on one
-address only.
+It runs in the launcher, or in rank 0 where another launcher started the processes. It admits
+clients that prove the run's secret (see server.py), checks that ranks and sizes agree, stores the
+values by which backends find each other, and answers the collectives of small Python values (see
+rendezvous_state.py). It listens on one address only.
 """
 
 import base64
@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 
 from unisono.launch.network import join_address
-from unisono.launch.rendezvous_state import Answers, Points
+from unisono.launch.rendezvous_state import Answers, RendezvousState
 from unisono.launch.server import Connection, Server
 from unisono.launch.wire import Message, encode
 
@@ -25,7 +25,7 @@ class Member:
     pid: int
     host: str
     doing: str
-    last_word: float
+    last_message: float
     has_left: bool = False
     is_lost: bool = False
 
@@ -34,7 +34,7 @@ class Member:
         return not self.has_left and not self.is_lost
 
 
-class Meeting:
+class RendezvousServer:
     """Serves a run of `size` processes from a thread of its own."""
 
     def __init__(
@@ -46,8 +46,8 @@ class Meeting:
         port: int = 0,
         timeout_s: float | None = None,
     ) -> None:
-        """`timeout_s`: how long processes wait for one that does not come, before it is an error
-        of all; None where a launcher watches for that.
+        """`timeout_s`: how long processes wait for a late one, before all of them raise; None where
+        a launcher watches for that.
         """
         self.size = size
         self.seed = secrets.randbelow(2**31)
@@ -55,17 +55,17 @@ class Meeting:
         self._members: dict[int, Member] = {}
         self._ranks: dict[Connection, int] = {}
         self._by_rank: dict[int, Connection] = {}
-        self._points = Points(size)
+        self._state = RendezvousState(size)
         self._values: dict[str, str] = {}
         self._waiting_for: list[tuple[Connection, str, float]] = []
         self._server = Server(
             secret,
             host=host,
             port=port,
-            name="unisono-meeting",
+            name="unisono-rendezvous",
             on_message=self._handle,
-            on_end=self._part,
-            on_tick=self._look_at_clock,
+            on_end=self._disconnect,
+            on_tick=self._check_timeouts,
         )
         self._lock = self._server.lock
         self.host, self.port = self._server.host, self._server.port
@@ -76,23 +76,23 @@ class Meeting:
         return join_address(self.host, self.port)
 
     def members(self) -> dict[int, Member]:
-        """The processes that have come so far, by rank."""
+        """The processes that have joined so far, by rank."""
         with self._lock:
             return dict(self._members)
 
     def waits(self, longer_than_s: float) -> list[tuple[str, list[int], list[int]]]:
-        """Topics at which ranks have waited so long, with who waits and who is missing."""
+        """Topics at which ranks have waited so long, the ranks that wait, and those missing."""
         with self._lock:
-            points = self._points.waited_at(time.monotonic() - longer_than_s)
-            return [(p.topic, sorted(p.waiting), p.missing) for p in points]
+            found = self._state.waited_at(time.monotonic() - longer_than_s)
+            return [(each.topic, sorted(each.waiting), each.missing) for each in found]
 
     def lose(self, rank: int, how: str) -> None:
-        """Tell everybody that a process is lost, as its launcher has seen."""
+        """Mark a process as lost, as its launcher has seen; who waits for it gets an error."""
         with self._lock:
             member = self._members.get(rank)
             if member is not None:
                 member.is_lost = True
-            self._tell(self._points.depart(rank, how, is_lost=True))
+            self._send(self._state.depart(rank, how, is_lost=True))
 
     def close(self) -> None:
         self._server.close()
@@ -104,7 +104,7 @@ class Meeting:
         if rank is None:
             self._welcome(caller, message)
         else:
-            self._members[rank].last_word = time.monotonic()
+            self._members[rank].last_message = time.monotonic()
             getattr(self, f"_do_{message['do']}")(rank, message)
 
     def _welcome(self, caller: Connection, message: Message) -> None:
@@ -134,39 +134,39 @@ class Meeting:
         if rank in self._members:
             other = self._members[rank]
             return (
-                f"Rank {rank} is here already (process {other.pid} on {other.host}). Give every "
+                f"Rank {rank} has joined already (process {other.pid} on {other.host}). Give every "
                 "process a rank of its own: two nodes may have been started with one node rank."
             )
         return None
 
-    def _part(self, caller: Connection, how: str) -> None:
+    def _disconnect(self, caller: Connection, how: str) -> None:
         rank = self._ranks.pop(caller, None)
         if rank is not None and not self._members[rank].has_left:
             self._members[rank].is_lost = True
-            self._tell(self._points.depart(rank, how, is_lost=True))
+            self._send(self._state.depart(rank, how, is_lost=True))
 
-    def _look_at_clock(self, now: float) -> None:
+    def _check_timeouts(self, now: float) -> None:
         for waiting in list(self._waiting_for):
             caller, key, deadline = waiting
             if now > deadline:
                 self._waiting_for.remove(waiting)
                 caller.send(_not_set(key))
         if self._timeout_s is not None:
-            for point in self._points.waited_at(now - self._timeout_s):
-                self._tell(self._points.give_up(point, self._overdue(point.missing, point.topic)))
+            for each in self._state.waited_at(now - self._timeout_s):
+                self._send(self._state.give_up(each, self._overdue(each.missing, each.topic)))
 
     def _overdue(self, missing: list[int], topic: str) -> str:
         doing = [
-            f"rank {rank} ({self._members[rank].doing if rank in self._members else 'not here'})"
+            f"rank {rank} ({self._members[rank].doing if rank in self._members else 'not joined'})"
             for rank in missing
         ]
         return (
             f"Waited {self._timeout_s:g} s at “{topic}” for {', '.join(doing)}. Raise "
-            "UNISONO_TIMEOUT if that is to be expected."
+            "UNISONO_TIMEOUT if that is expected."
         )
 
-    def _tell(self, answers: Answers) -> None:
-        encoded: dict[int, bytes] = {}  # Many are told the same.
+    def _send(self, answers: Answers) -> None:
+        encoded: dict[int, bytes] = {}  # Many get the same answer.
         for rank, answer in answers:
             if rank in self._by_rank:
                 if id(answer) not in encoded:
@@ -176,17 +176,17 @@ class Meeting:
     def _answer(self, rank: int, answer: Message) -> None:
         self._by_rank[rank].send(answer)
 
-    # -- what a rank can say -------------------------------------------------------------------
+    # -- messages of a rank --------------------------------------------------------------------
 
-    def _do_exchange(self, rank: int, message: Message) -> None:
-        self._come(rank, message)
+    def _do_all_gather(self, rank: int, message: Message) -> None:
+        self._arrive(rank, message)
 
-    def _do_follow(self, rank: int, message: Message) -> None:
-        self._come(rank, message)
+    def _do_broadcast(self, rank: int, message: Message) -> None:
+        self._arrive(rank, message)
 
-    def _come(self, rank: int, message: Message) -> None:
+    def _arrive(self, rank: int, message: Message) -> None:
         self._members[rank].doing = str(message["topic"])
-        answers = self._points.arrive(
+        answers = self._state.arrive(
             rank,
             message["do"],
             message["topic"],
@@ -194,13 +194,13 @@ class Meeting:
             time.monotonic(),
             message.get("ranks"),
         )
-        self._tell(answers)
+        self._send(answers)
 
     def _do_announce(self, rank: int, message: Message) -> None:
-        self._tell(self._points.announce(message["topic"], message["said"]))
+        self._send(self._state.announce(message["topic"], message["said"]))
 
     def _do_listen(self, rank: int, message: Message) -> None:
-        self._tell(self._points.listen(rank, message["topic"]))
+        self._send(self._state.listen(rank, message["topic"]))
 
     def _do_put(self, rank: int, message: Message) -> None:
         self._keep(message["key"], message["value"])
@@ -229,8 +229,8 @@ class Meeting:
             waiting[0].send({"value": value})
 
     def _do_withdraw(self, rank: int, message: Message) -> None:
-        """Its program interrupted it: what it asked for before this is not to be answered later."""
-        self._points.withdraw(rank)
+        """The program interrupted a request: it must not be answered later."""
+        self._state.withdraw(rank)
         own = self._by_rank[rank]
         self._waiting_for = [each for each in self._waiting_for if each[0] is not own]
         self._answer(rank, {"withdrawn": True})
@@ -242,16 +242,16 @@ class Meeting:
         member = self._members[rank]
         member.has_left = True
         member.doing = "ended"
-        self._tell(self._points.depart(rank, "has ended its program", is_lost=False))
+        self._send(self._state.depart(rank, "has ended its program", is_lost=False))
         self._answer(rank, {})
 
 
 def _encoded(answer: Message) -> bytes:
-    """An answer as it is sent; where it cannot be, all that wait for it must learn that."""
+    """An answer as it is sent; where it cannot be, an error for all that wait for it."""
     try:
         return encode(answer)
     except Exception as error:
-        return encode({"error": f"What the processes exchanged cannot be sent back: {error!r}."})
+        return encode({"error": f"The gathered values cannot be sent back: {error!r}."})
 
 
 def _not_set(key: str) -> Message:

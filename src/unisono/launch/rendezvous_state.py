@@ -1,9 +1,9 @@
-"""Who has come to which point of a run, and what they are told: plain state, no sockets.
+"""Which ranks have reached which collective of a run, and their answers: plain state, no sockets.
 
-The processes of a run come to the same points in the same order, each with a topic and a value.
-An `exchange` ends when all have come and gives every value to each; a `follow` gives the first
-rank's value. Different topics, a process that will never come, and processes that wait for each
-other at points of different groups are answered to all at once: nobody is left waiting.
+The processes of a run reach the same collectives in the same order, each with a topic and a value.
+An `all_gather` ends when all have reached it and gives every value to each; a `broadcast` gives the
+first rank's value. Different topics, a process that will never arrive, and a deadlock between
+collectives of different groups are errors in all processes at once: none is left waiting.
 """
 
 from collections.abc import Sequence
@@ -15,15 +15,15 @@ Answers = list[tuple[int, Answer]]
 
 _ADVICE = (
     "Every process must make the same calls, in the same order and with the same data: fit and "
-    "strategy.distribute_dataset take each process' share of it. Work for one process alone "
+    "strategy.distribute_dataset take each process' shard of it. Work for one process alone "
     "belongs under `if unisono.topology().is_chief:` and may not train or evaluate; a callback "
     "that is given to fit as unisono.callbacks.chief_only(callback) may call evaluate and predict."
 )
 
 
 @dataclass
-class Point:
-    """One place where processes meet."""
+class Collective:
+    """One collective call, in progress."""
 
     ranks: tuple[int, ...]
     kind: str
@@ -38,20 +38,17 @@ class Point:
     def missing(self) -> list[int]:
         return [rank for rank in self.ranks if rank not in self.values]
 
-    def is_waited_at(self) -> bool:
-        return bool(self.waiting)
-
     def awaited(self) -> list[int]:
-        """Those without whom nobody here is answered."""
-        return [rank for rank in self.missing if self.kind != "follow" or rank == self.ranks[0]]
+        """The ranks without which nobody is answered."""
+        return [rank for rank in self.missing if self.kind != "broadcast" or rank == self.ranks[0]]
 
 
-class Points:
-    """All open points of a run of `size` processes."""
+class RendezvousState:
+    """All collectives in progress of a run of `size` processes."""
 
     def __init__(self, size: int) -> None:
         self._everyone = tuple(range(size))
-        self._open: dict[tuple[tuple[int, ...], int], Point] = {}
+        self._open: dict[tuple[tuple[int, ...], int], Collective] = {}
         self._counts: dict[tuple[int, tuple[int, ...]], int] = {}
         self._gone: dict[int, tuple[str, bool]] = {}
         self._announced: dict[str, list[Answer]] = {}
@@ -67,94 +64,94 @@ class Points:
         now: float,
         ranks: Sequence[int] | None = None,
     ) -> Answers:
-        """A process comes to its next point; who is to be told what."""
+        """A process reaches its next collective; the answers to send."""
         members = self._everyone if ranks is None else tuple(ranks)
         number = self._counts[rank, members] = self._counts.get((rank, members), 0) + 1
         key = (members, number)
         if key not in self._open:
-            self._open[key] = Point(members, kind, topic, rank, now)
-        point = self._open[key]
-        point.values[rank] = value
-        point.waiting.add(rank)
-        if (kind, topic) != (point.kind, point.topic):
-            self._fail(point, _different(point, rank, topic), is_lost=False)
-        for missing in point.missing:
+            self._open[key] = Collective(members, kind, topic, rank, now)
+        call = self._open[key]
+        call.values[rank] = value
+        call.waiting.add(rank)
+        if (kind, topic) != (call.kind, call.topic):
+            self._fail(call, _different(call, rank, topic), is_lost=False)
+        for missing in call.missing:
             if missing in self._gone:
-                self._fail(point, *self._absence(missing, point))
-        answers = self._answers(point)
-        if not point.missing:
+                self._fail(call, *self._absence(missing, call))
+        answers = self._answers(call)
+        if not call.missing:
             del self._open[key]
-        return answers + self._answers_of_circle(point) + self._answers_of_listeners()
+        return answers + self._answers_to_deadlock(call) + self._answers_to_listeners()
 
     def depart(self, rank: int, how: str, *, is_lost: bool) -> Answers:
-        """A process will come to no further point: it has ended (`how` says it) or is lost."""
+        """A process will reach no further collective: it has ended (`how` says it) or is lost."""
         self._gone[rank] = (how, is_lost)
         answers: Answers = []
-        for point in self._open.values():
-            if rank in point.missing:
-                self._fail(point, *self._absence(rank, point))
-                answers += self._answers(point)
-        return answers + self._answers_of_listeners()
+        for call in self._open.values():
+            if rank in call.missing:
+                self._fail(call, *self._absence(rank, call))
+                answers += self._answers(call)
+        return answers + self._answers_to_listeners()
 
     def announce(self, topic: str, said: Answer) -> Answers:
-        """The chief has done what others wait for, and says how it went."""
+        """The chief has done what others wait for, with this result."""
         self._announced.setdefault(topic, []).append(said)
-        return self._answers_of_listeners()
+        return self._answers_to_listeners()
 
     def listen(self, rank: int, topic: str) -> Answers:
         """A process waits for the chief's announcement, or for it to be past it."""
         self._heard[rank, topic] = self._heard.get((rank, topic), 0) + 1
         self._listening[rank] = topic
-        return self._answers_of_listeners()
+        return self._answers_to_listeners()
 
     def withdraw(self, rank: int) -> None:
-        """A process no longer waits for an answer; it still has come to where it came."""
-        for point in self._open.values():
-            point.waiting.discard(rank)
+        """A process no longer waits for an answer; that it has arrived stands."""
+        for call in self._open.values():
+            call.waiting.discard(rank)
         self._listening.pop(rank, None)
 
-    def waited_at(self, before: float) -> list[Point]:
-        """Points at which a process has waited since before a time."""
-        return [p for p in self._open.values() if p.is_waited_at() and p.since < before]
+    def waited_at(self, before: float) -> list[Collective]:
+        """Collectives at which a process has waited since before a time."""
+        return [p for p in self._open.values() if p.waiting and p.since < before]
 
-    def give_up(self, point: Point, reason: str) -> Answers:
-        """End the waiting at a point with a reason."""
-        self._fail(point, reason, is_lost=False)
-        return self._answers(point)
+    def give_up(self, call: Collective, reason: str) -> Answers:
+        """End a collective with an error."""
+        self._fail(call, reason, is_lost=False)
+        return self._answers(call)
 
-    def _fail(self, point: Point, reason: str, is_lost: bool) -> None:
-        if point.error is None:
-            point.error = {"error": reason, "is_lost": is_lost}
+    def _fail(self, call: Collective, reason: str, is_lost: bool) -> None:
+        if call.error is None:
+            call.error = {"error": reason, "is_lost": is_lost}
 
-    def _answers(self, point: Point) -> Answers:
-        if point.error is not None:
-            answer = point.error
-        elif point.kind == "follow" and point.ranks[0] in point.values:
-            answer = {"value": point.values[point.ranks[0]]}
-        elif not point.missing:
-            answer = {"value": [point.values[rank] for rank in point.ranks]}
+    def _answers(self, call: Collective) -> Answers:
+        if call.error is not None:
+            answer = call.error
+        elif call.kind == "broadcast" and call.ranks[0] in call.values:
+            answer = {"value": call.values[call.ranks[0]]}
+        elif not call.missing:
+            answer = {"value": [call.values[rank] for rank in call.ranks]}
         else:
             return []
-        told = [(rank, answer) for rank in sorted(point.waiting)]
-        point.waiting.clear()
+        told = [(rank, answer) for rank in sorted(call.waiting)]
+        call.waiting.clear()
         return told
 
-    def _answers_of_circle(self, point: Point) -> Answers:
-        """Processes that wait for each other at different points will do so for ever."""
-        circle = self._circle([(point, -1)])
-        if not circle:
+    def _answers_to_deadlock(self, call: Collective) -> Answers:
+        """Errors where processes wait for each other in a cycle: a deadlock."""
+        cycle = self._cycle([(call, -1)])
+        if not cycle:
             return []
-        steps = [f"rank {rank} waits at “{each.topic}”" for each, rank in circle]
+        steps = [f"rank {rank} waits at “{each.topic}”" for each, rank in cycle]
         reason = (
             f"Processes of this run wait for each other: {', '.join(steps)}, and each of them is "
-            f"awaited at the point of another. {_ADVICE}"
+            f"awaited by another. {_ADVICE}"
         )
-        for each, _ in circle:
+        for each, _ in cycle:
             self._fail(each, reason, is_lost=False)
-        return [answer for each, _ in circle for answer in self._answers(each)]
+        return [answer for each, _ in cycle for answer in self._answers(each)]
 
-    def _circle(self, path: list[tuple[Point, int]]) -> list[tuple[Point, int]]:
-        """Points from the first of a path back to it, with who waits there for the next."""
+    def _cycle(self, path: list[tuple[Collective, int]]) -> list[tuple[Collective, int]]:
+        """The cycle from the first collective of a path back to it, with who waits for the next."""
         waiting = {rank: p for p in self._open.values() for rank in p.waiting}
         for rank in path[-1][0].awaited():
             other = waiting.get(rank)
@@ -162,13 +159,13 @@ class Points:
                 continue
             if other is path[0][0]:
                 return [(other, rank), *path[1:]]
-            if all(other is not point for point, _ in path):
-                found = self._circle([*path, (other, rank)])
+            if all(other is not call for call, _ in path):
+                found = self._cycle([*path, (other, rank)])
                 if found:
                     return found
         return []
 
-    def _answers_of_listeners(self) -> Answers:
+    def _answers_to_listeners(self) -> Answers:
         told: Answers = []
         for rank, topic in list(self._listening.items()):
             announced, number = self._announced.get(topic, []), self._heard[rank, topic]
@@ -189,16 +186,16 @@ class Points:
         chief, own = (self._counts.get((r, self._everyone), 0) for r in (0, rank))
         return chief > own or 0 in self._gone
 
-    def _absence(self, rank: int, point: Point) -> tuple[str, bool]:
+    def _absence(self, rank: int, call: Collective) -> tuple[str, bool]:
         how, is_lost = self._gone[rank]
-        others = sorted(r for r in point.values if r != rank)
-        reason = f"Rank {rank} {how}, while {_named(others)} at “{point.topic}”."
+        others = sorted(r for r in call.values if r != rank)
+        reason = f"Rank {rank} {how}, while {_named(others)} at “{call.topic}”."
         return (reason if is_lost else f"{reason} {_ADVICE}"), is_lost
 
 
-def _different(point: Point, rank: int, topic: str) -> str:
+def _different(call: Collective, rank: int, topic: str) -> str:
     return (
-        f"Processes of this run disagree: rank {point.first} came to “{point.topic}”, rank {rank} "
+        f"Processes of this run disagree: rank {call.first} came to “{call.topic}”, rank {rank} "
         f"to “{topic}”. {_ADVICE}"
     )
 

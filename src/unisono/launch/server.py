@@ -1,8 +1,9 @@
-"""The authenticated socket server of a run: what one connection does can end that one alone.
+"""The authenticated socket server of a run: what one client does can end its connection alone.
 
-One thread serves all and never waits for one of them: what cannot be sent at once is kept. Who has
-not proved the secret yet has a few seconds, is never parsed, and is one of a limited number. Where
-more come, the oldest go, so that a flood of strangers passes and who knows the secret gets in.
+One thread serves all clients and never blocks on one of them: what cannot be sent at once is
+buffered. A client that has not proved the secret yet has a few seconds, is never parsed, and is one
+of a limited number. Where more connect, the oldest are dropped, so that a flood of strangers passes
+and clients that know the secret get in.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ from unisono.launch.wire import (
 _TICK_S = 0.5
 _STRANGER_S = 10.0
 _GRACE_S = 0.05
-"""How long strangers stay even where others want in: enough for who knows the secret."""
+"""How long strangers stay even where others want in: enough to prove the secret."""
 _MOST_STRANGERS = 128
 _STRANGERS_PER_FILE = 1 / 8
 _NO_FILES_S = 0.5
@@ -50,14 +51,14 @@ class Connection:
         self._server = server
 
     def admit(self) -> None:
-        """Let it stay, as its owner knows who it is; all others have to go after a while."""
+        """Keep it, as its owner knows whose it is; all others are dropped after a while."""
         self._server.admit(self)
 
     def send(self, message: Message) -> None:
         self.send_encoded(encode(message))
 
     def send_encoded(self, data: bytes) -> None:
-        """Send, now or as soon as the other end reads; nothing where it is gone."""
+        """Send, now or as soon as the other end reads; does nothing where it is gone."""
         assert self.session is not None
         self._server.write(self, self.session.seal(data))
 
@@ -65,10 +66,10 @@ class Connection:
 class Server:
     """Listens at one address; calls its owner from a thread of its own, with `lock` held.
 
-    `on_message(connection, message)` is called with what arrives from who has proved the secret,
-    `on_end(connection, how)` when such a connection has ended, `how` completing a sentence on who
-    was there, and `on_tick(now)` at least twice a second. What they raise ends the connection whose
-    message led to it.
+    `on_message(connection, message)` is called for messages of clients that have proved the secret,
+    `on_end(connection, how)` when such a connection has ended, `how` completing a sentence about
+    it, and `on_tick(now)` at least twice a second. What they raise ends the connection that led to
+    it.
     """
 
     def __init__(
@@ -97,9 +98,9 @@ class Server:
         self._newcomers: dict[Connection, None] = {}  # In the order in which they came.
         self._most_strangers = _most_strangers()
         self._is_open = True
-        self._next_look = 0.0
+        self._next_check = 0.0
         self._paused_until: float | None = None
-        self._has_complained = False
+        self._has_warned = False
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
@@ -146,25 +147,25 @@ class Server:
                         if key.fileobj is self._listener:
                             self._accept()
                         else:
-                            self._attend(key.data, mask)
+                            self._handle(key.data, mask)
                 with self.lock:
-                    self._look_at_clock(time.monotonic())
-            except Exception:  # Ours, not a connection's; the others must not suffer for it.
-                _logger.exception("The server at %s port %d failed; it goes on.", *self._place)
+                    self._check_timeouts(time.monotonic())
+            except Exception:  # A fault of the server, not of a client.
+                _logger.exception("The server at %s port %d failed; it continues.", *self._address)
                 time.sleep(_TICK_S)
 
     @property
-    def _place(self) -> tuple[str, int]:
+    def _address(self) -> tuple[str, int]:
         return self.host, self.port
 
     def _patience_s(self) -> float:
-        until = self._next_look
+        until = self._next_check
         if self._paused_until is not None:
             until = min(until, self._paused_until)
         return max(0.0, until - time.monotonic())
 
     def _accept(self) -> None:
-        if not self._has_room():
+        if not self._admits_stranger():
             return
         try:
             sock, address = self._listener.accept()
@@ -172,7 +173,7 @@ class Server:
             return
         except OSError as error:  # Most likely no file descriptor is left.
             if not self._drop_oldest_stranger():
-                self._complain(error)
+                self._warn_once(error)
                 self._pause(_NO_FILES_S)
             return
         try:
@@ -187,8 +188,8 @@ class Server:
         self._newcomers[connection] = None
         self.write(connection, connection.handshake.greeting)
 
-    def _has_room(self) -> bool:
-        """Whether one more stranger may come in, for which the oldest may have to go."""
+    def _admits_stranger(self) -> bool:
+        """Whether one more stranger may connect, for which the oldest may be dropped."""
         strangers = self._strangers()
         if len(strangers) < self._most_strangers:
             return True
@@ -204,27 +205,27 @@ class Server:
     def _drop_oldest_stranger(self) -> bool:
         strangers = self._strangers()
         if strangers:
-            self._drop(strangers[0], "made room for others")
+            self._drop(strangers[0], "was dropped for newer connections")
         return bool(strangers)
 
-    def _complain(self, error: OSError) -> None:
-        if not self._has_complained:
-            self._has_complained = True
+    def _warn_once(self, error: OSError) -> None:
+        if not self._has_warned:
+            self._has_warned = True
             _logger.warning(
-                "Nobody else can connect to %s port %d now: %s. Raise the limit of open files "
+                "No more clients can connect to %s port %d now: %s. Raise the limit of open files "
                 "(ulimit -n) if this lasts.",
-                *self._place,
+                *self._address,
                 error,
             )
 
     def _pause(self, seconds: float) -> None:
-        """Accept nobody for a while. What waits would otherwise wake this thread all the time."""
+        """Accept nothing for a while. Waiting clients would else wake this thread all the time."""
         self._selector.unregister(self._listener)
         self._paused_until = time.monotonic() + seconds
 
-    def _attend(self, connection: Connection, mask: int) -> None:
+    def _handle(self, connection: Connection, mask: int) -> None:
         if connection not in self._connections:
-            return  # It went while others were attended to.
+            return  # It ended while others were handled.
         try:
             if mask & selectors.EVENT_WRITE:
                 self._flush(connection)
@@ -235,7 +236,7 @@ class Server:
         except (EOFError, OSError):
             self._drop(connection, "is gone")
         except Exception as error:
-            reason = f"the rendezvous cannot make sense of what it said ({error!r})"
+            reason = f"its message is malformed ({error!r})"
             self._drop(connection, "was cut off", reason)
 
     def _read(self, connection: Connection) -> None:
@@ -243,7 +244,7 @@ class Server:
         if not data:
             raise EOFError
         if connection.session is None:
-            self._go_on_with_handshake(connection, data)
+            self._continue_handshake(connection, data)
             return
         connection.session.feed(data)
         while connection in self._connections:
@@ -252,7 +253,7 @@ class Server:
                 return
             self._on_message(connection, message)
 
-    def _go_on_with_handshake(self, connection: Connection, data: bytes) -> None:
+    def _continue_handshake(self, connection: Connection, data: bytes) -> None:
         try:
             done = connection.handshake.feed(data)
         except PermissionError:
@@ -277,15 +278,15 @@ class Server:
             self._selector.modify(connection.socket, events, connection)
 
     def _drop(self, connection: Connection, how: str, reason: str = "") -> None:
-        """End a connection; the owner hears of it if it had proved the secret."""
+        """End a connection; the owner is notified if it had proved the secret."""
         if connection not in self._connections:
             return
         text = f"{how}: {reason}" if reason else how
         is_stranger = connection.session is None
         who = connection.address, self.port
-        # Anybody can make us say this of strangers, as often as they like.
+        # Anybody can trigger this for strangers, as often as they like.
         level = logging.WARNING if reason and not is_stranger else logging.DEBUG
-        _logger.log(level, "Who connected from %s to port %d %s.", *who, text)
+        _logger.log(level, "The connection from %s to port %d %s.", *who, text)
         if reason and not is_stranger:
             connection.send({"dropped": reason})
         self._forget(connection)
@@ -299,21 +300,21 @@ class Server:
         with contextlib.suppress(KeyError, ValueError, OSError):
             self._selector.unregister(connection.socket)
 
-    def _look_at_clock(self, now: float) -> None:
+    def _check_timeouts(self, now: float) -> None:
         if self._paused_until is not None and now >= self._paused_until:
             self._paused_until = None
             self._selector.register(self._listener, selectors.EVENT_READ)
-        if now < self._next_look:
+        if now < self._next_check:
             return
-        self._next_look = now + _TICK_S
+        self._next_check = now + _TICK_S
         for connection in list(self._newcomers):
             if now - connection.since > _STRANGER_S:
-                self._drop(connection, "did not say in time who it is")
+                self._drop(connection, "did not identify itself in time")
         self._on_tick(now)
 
 
 def _most_strangers() -> int:
-    """So few that the process can still open all that it needs."""
+    """So few that the process can still open all the files that it needs."""
     most_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most_files == resource.RLIM_INFINITY:
         return _MOST_STRANGERS

@@ -1,30 +1,34 @@
 """Worker processes of this machine: started as fresh interpreters, watched, and ended.
 
-Fresh interpreters, not multiprocessing: that would run the user's script again in each of them. A
-worker ends when its line to the parent ends, however the parent went; it sits in a session of its
-own, so a Ctrl-C reaches the parent alone, which then decides.
+Fresh interpreters, not multiprocessing, which would run the user's script again in each of them. A
+worker ends when its channel to the parent closes, however the parent ended; it has a session of its
+own, so that Ctrl-C reaches the parent alone, which then decides. When one worker fails, others fail
+as a consequence within milliseconds: those failures are told apart from the cause, which is what
+the caller sees.
 """
 
 import contextlib
 import os
 import selectors
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterable, Sequence
 from typing import IO, Any
 
-from unisono.errors import WorkerError
+from unisono.errors import PeerLostError, WorkerError
 from unisono.launch.channel import Channel
+from unisono.launch.failure import signal_name
+from unisono.pickling import dumps
 
 _END_TIMEOUT_S = 5.0
 
 
 class Worker:
-    """One process and the line to it."""
+    """One process and the channel to it."""
 
     def __init__(
         self,
@@ -35,7 +39,7 @@ class Worker:
         *,
         is_shown: bool = False,
     ) -> None:
-        """`is_shown`: what the process prints appears here as well, line by line."""
+        """`is_shown`: what the process prints is also printed here, line by line."""
         self.rank = rank
         self.channel, theirs = Channel.pair()
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
@@ -43,8 +47,7 @@ class Worker:
         with theirs:
             try:
                 self._process = subprocess.Popen(
-                    # -P: the search path is this process' own, and does not begin with the folder
-                    # that it happens to be in.
+                    # -P: the search path is this process' own, without the current folder.
                     [sys.executable, "-P", "-m", module, str(theirs.fileno()), *arguments],
                     env=_environment(env),
                     pass_fds=[theirs.fileno()],
@@ -70,19 +73,19 @@ class Worker:
         return self._process.poll() is None
 
     def how_it_ended(self) -> str:
-        """A sentence on the exit, with the last lines that the process printed."""
+        """A sentence about the exit, with the last lines that the process printed."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
         code = self._process.poll()
         if code is None:
             how = "does not answer"
         elif code < 0:
-            how = f"was ended by {_signal_name(-code)}"
+            how = f"was ended by {signal_name(-code)}"
         else:
             how = f"exited with code {code}"
         text = f"Replica {self.rank} (process {self.pid}) {how}."
         last = self._last_lines()
-        return f"{text} Its last words:\n{last}" if last else text
+        return f"{text} Its last output:\n{last}" if last else text
 
     def wait(self, timeout_s: float) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -115,7 +118,7 @@ class Worker:
 class Workers:
     """A group of workers: the last ranks of `size`, one for each environment.
 
-    The process that starts them may be rank 0 itself; if not, it shows what their rank 0 prints.
+    The process that starts them may be rank 0 itself; if not, it prints what their rank 0 prints.
     """
 
     def __init__(
@@ -165,7 +168,7 @@ class Workers:
         return None
 
     def end(self) -> None:
-        """End all workers: closing the line asks them to, then they are killed."""
+        """End all workers: closing the channel asks them to, then they are killed."""
         for worker in self._workers:
             worker.channel.close()
         deadline = time.monotonic() + _END_TIMEOUT_S
@@ -192,14 +195,104 @@ class Workers:
         raise WorkerError(worker.how_it_ended())
 
 
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # Real-time signals have no names.
-        return f"signal {number}"
-
-
 def _environment(changes: dict[str, str]) -> dict[str, str]:
     """This process' environment, with its module search path as it is now."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     return {**os.environ, "PYTHONPATH": path, **changes}
+
+
+_MORE_ERRORS_S = 3.0
+
+
+def send_result(channel: Channel, result: Any) -> None:
+    """Send what a function returned."""
+    channel.send(("result", dumps(result), ""))
+
+
+def send_error(channel: Channel, error: BaseException) -> None:
+    """Send what was raised, with its traceback."""
+    text = "".join(traceback.format_exception(error))
+    kind = "lost" if is_consequence(error) else "error"
+    try:
+        data = dumps(error.with_traceback(None))
+    except Exception:
+        data = None
+    try:
+        channel.send((kind, data, text))
+    except OSError:
+        print(text, file=sys.stderr, flush=True)
+
+
+def is_consequence(error: BaseException | None) -> bool:
+    """Whether an exception was raised because another process ended."""
+    while error is not None:
+        if isinstance(error, PeerLostError):
+            return True
+        error = error.__cause__
+    return False
+
+
+def collect(workers: Workers, advice: str) -> list[Any]:
+    """One result of each worker, in rank order; where one fails, the cause is raised."""
+    import cloudpickle
+
+    results: dict[int, Any] = {}
+    while len(results) < workers.size:
+        message = workers.pending(timeout_s=1.0)
+        gone = [w for w in workers if w.rank not in results and not w.is_alive]
+        if message is None:
+            if gone:
+                raise WorkerError(f"{gone[0].how_it_ended()} {advice}")
+            continue
+        worker, (kind, data, _) = message
+        if kind != "result":
+            raise _cause(workers, message, gone, advice)
+        results[worker.rank] = cloudpickle.loads(data)
+    return [results[rank] for rank in range(workers.size)]
+
+
+def first_cause(workers: Workers, advice: str, victims: Iterable[int] = ()) -> BaseException:
+    """Why a collective failed: what a worker raised, or how it ended.
+
+    `victims` are the ranks that are known to have failed because of another one.
+    """
+    affected = set(victims)
+    while (message := workers.pending(timeout_s=_MORE_ERRORS_S)) is not None:
+        worker, (kind, data, text) = message
+        if kind == "error":
+            return worker_error(worker.rank, data, text)
+        affected.add(worker.rank)
+    suspects = [worker for worker in workers if worker.rank not in affected] or list(workers)
+    lost = min(suspects, key=lambda worker: worker.is_alive)
+    return WorkerError(f"{lost.how_it_ended()} {advice}")
+
+
+def worker_error(rank: int, data: bytes | None, text: str) -> BaseException:
+    """A worker's exception as it was raised there, with its traceback as a note."""
+    import cloudpickle
+
+    try:
+        error = cloudpickle.loads(data) if data else None
+    except Exception:
+        error = None
+    if not isinstance(error, BaseException):
+        error = WorkerError(f"Replica {rank} failed; its traceback follows.")
+    error.add_note(f"\nRaised in replica {rank}:\n{text}")
+    return error
+
+
+def _cause(workers: Workers, first: Any, gone: list[Worker], advice: str) -> BaseException:
+    """The cause, once a worker has reported a failure; `gone` had ended by then."""
+    reports = [first]
+    while (message := workers.pending(timeout_s=0.05)) is not None:
+        reports.append(message)
+    reported = {worker.rank for worker, _ in reports}
+    # One that had ended without a report did so before the others could fail because of it.
+    silent = [worker for worker in gone if worker.rank not in reported]
+    if silent:
+        return WorkerError(f"{silent[0].how_it_ended()} {advice}")
+    errors = [each for each in reports if each[1][0] == "error"]
+    if errors:
+        worker, (_, data, text) = errors[0]
+        return worker_error(worker.rank, data, text)
+    return first_cause(workers, advice, reported)

@@ -13,7 +13,7 @@ import numpy as np
 
 from unisono.errors import Preempted
 from unisono.launch.client import current_world
-from unisono.launch.preemption_signal import REQUEUE, heed, is_preempting
+from unisono.launch.preemption_signal import REQUEUE, is_preempting, watch
 
 
 class Preemption:
@@ -28,7 +28,7 @@ class Preemption:
     def begin(self, model: Any) -> None:
         self._model = model
         self._plain = model.train_function
-        heed(True)
+        watch(True)
 
     def before(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         world = current_world()
@@ -41,7 +41,7 @@ class Preemption:
 
     def end(self, error: BaseException | None) -> None:
         if self._model is not None:
-            heed(False)
+            watch(False)
         self._model = None
 
     def _stop(self) -> None:

@@ -1,16 +1,17 @@
 """A job, and its batch script: what a person would have written, as a pure function of the job.
 
 One task on each node, and in it `unisono run`, which starts a process for each of the node's GPUs
-and sees to their end.
+and supervises them. Whatever text a user gives arrives as one word, quoted by the rules of the
+shell or by those of sbatch's `#SBATCH` lines.
 """
 
 import dataclasses
 import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from unisono.errors import PREEMPTED_CODE, SlurmError
-from unisono.slurm.words import for_option, for_shell
+from unisono.errors import PREEMPTED_CODE, LaunchError
 
 _TIME = re.compile(
     r"(?:(?P<days>\d+)-(?P<day_hours>\d+)(?::(?P<day_minutes>\d+)(?::(?P<day_seconds>\d+))?)?"
@@ -55,7 +56,7 @@ class Job:
     """Other options of sbatch, such as `--mem=32G`."""
     is_requeued: bool = False
     warning_s: int = 120
-    """How long before its time limit the run is warned."""
+    """How long before its time limit the run is preempted."""
     sweep: tuple[tuple[str, ...], ...] = ()
     """The words that each task of an array adds to the program's."""
 
@@ -65,14 +66,14 @@ class Job:
 
 
 def check(job: Job) -> Job:
-    """The job, where it makes sense by itself; SlurmError where it does not."""
+    """The job, where it makes sense by itself; LaunchError where it does not."""
     if "/" in job.name or job.name in (".", "..") or job.name.startswith("-"):
-        raise SlurmError(
+        raise LaunchError(
             f"Asked for the job name {job.name!r}. The job's files are named after it: leave out "
             "slashes, and a dash at its beginning."
         )
     if job.venv is not None and job.conda is not None:
-        raise SlurmError("Asked for --venv and --conda. Choose one of the two.")
+        raise LaunchError("Asked for --venv and --conda. Choose one of the two.")
     if job.time is not None:
         limit_s = seconds_of(job.time)
         # Of a short job's time, most is for work.
@@ -100,7 +101,7 @@ def seconds_of(time: str) -> int:
     """
     found = _TIME.fullmatch(time.strip())
     if found is None:
-        raise SlurmError(
+        raise LaunchError(
             f"Asked for --time {time!r}. Write minutes (90), hours (24:00:00) or days "
             "(2-12:00:00), as Slurm does."
         )
@@ -109,21 +110,21 @@ def seconds_of(time: str) -> int:
         if text is not None:
             total += int(text) * _SECONDS[re.sub("^day_|^hour_", "", name)]
     if not total:
-        raise SlurmError(f"Asked for --time {time!r}, which is no time at all.")
+        raise LaunchError(f"Asked for --time {time!r}, which is no time at all.")
     return total
 
 
 def option_of(text: str) -> tuple[str, str | None]:
-    """Name and value of another option of sbatch; SlurmError where it is none, or ours."""
+    """Name and value of another option of sbatch; LaunchError where it is none, or ours."""
     found = _OPTION.fullmatch(text.strip())
     if found is None:
-        raise SlurmError(
+        raise LaunchError(
             f"Asked for --sbatch {text!r}. Give one option by its long name each time: "
             '--sbatch "--mem=32G" --sbatch "--exclusive".'
         )
     name, value = found["name"], found["value"]
     if name in _OURS:
-        raise SlurmError(f"Asked for --sbatch {text!r}. Use {_OURS[name]} of `unisono submit`.")
+        raise LaunchError(f"Asked for --sbatch {text!r}. Use {_OURS[name]} of `unisono submit`.")
     return name, value
 
 
@@ -192,7 +193,58 @@ def _run(job: Job) -> Iterator[str]:
         yield line
         return
     yield f"{line} || code=$?"
-    yield f'if [ "${{code:-0}}" -eq {PREEMPTED_CODE} ]; then  # It made room, and goes on later.'
+    yield f'if [ "${{code:-0}}" -eq {PREEMPTED_CODE} ]; then  # Preempted: continue later.'
     yield '    scontrol requeue "$SLURM_JOB_ID"'
     yield "fi"
     yield 'exit "${code:-0}"'
+
+
+_PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./\[\]-]*")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_MOST_CHARACTERS = 1000
+"""sbatch keeps an option in a buffer of a few thousand bytes."""
+
+
+def for_shell(word: str) -> str:
+    """A word of a command.
+
+    >>> for_shell("it's $HOME")
+    '\\'it\\'"\\'"\\'s $HOME\\''
+    """
+    if "\0" in word:
+        raise LaunchError(
+            f"Found a zero byte in {word!r}. No program can be given one: take it out."
+        )
+    return shlex.quote(word)
+
+
+def for_option(name: str, value: str) -> str:
+    """A line `#SBATCH --name=value`; LaunchError for a value that no line can hold.
+
+    >>> for_option("comment", 'my "best" run')
+    '#SBATCH --comment="my \\\\"best\\\\" run"'
+    """
+    if any(ord(c) < 32 or ord(c) == 127 for c in value):
+        raise LaunchError(
+            f"Asked for --{name} {value!r}; a line of a batch script cannot hold line breaks and "
+            "control characters. Take them out."
+        )
+    if not value or len(value.encode(errors="surrogateescape")) > _MOST_CHARACTERS:
+        found = "nothing" if not value else f"more than {_MOST_CHARACTERS} bytes"
+        raise LaunchError(f"Asked for --{name} with {found} for a value. Give it a short one.")
+    if not _PLAIN.fullmatch(value):
+        # In quotes a backslash still takes away a character's meaning.
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        value = f'"{escaped}"'
+    return f"#SBATCH --{name}={value}"
+
+
+def for_variable(assignment: str) -> tuple[str, str]:
+    """Name and value of `NAME=VALUE`; LaunchError where it is none."""
+    name, equals, value = assignment.partition("=")
+    if not equals or not _NAME.fullmatch(name):
+        raise LaunchError(
+            f"Asked for --env {assignment!r}. Write NAME=VALUE, with a name of letters, digits and "
+            "underscores."
+        )
+    return name, value

@@ -1,6 +1,6 @@
 """Slurm's own commands: what the cluster has, how jobs are, and what is asked of it.
 
-Nothing here passes through a shell. A command that is missing or refuses is a SlurmError with its
+Nothing here passes through a shell. A command that is missing or refuses is a LaunchError with its
 own words.
 """
 
@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from unisono.errors import SlurmError
+from unisono.errors import LaunchError
 from unisono.slurm.batch import Job, seconds_of
 
 _PATIENCE_S = 60
@@ -75,26 +75,26 @@ def partitions() -> list[Partition]:
 
 
 def choose_partition(job: Job, found: Sequence[Partition]) -> Partition | None:
-    """The partition that a job goes to; SlurmError where it is not there or too small."""
+    """The partition that a job goes to; LaunchError where it is not there or too small."""
     partition = _named(job, found)
     if partition is None:
         return None
     if job.gpus_per_node > partition.gpus:
         has = f"have {partition.gpus} GPU(s) at most" if partition.gpus else "have no GPUs"
-        raise SlurmError(
+        raise LaunchError(
             f"Asked for {job.gpus_per_node} GPU(s) on each node; nodes of partition "
             f"{partition.name} {has}. Lower --gpus-per-node, or choose another --partition: "
             f"{_overview(found)}."
         )
     if job.num_nodes > partition.num_nodes:
-        raise SlurmError(
+        raise LaunchError(
             f"Asked for {job.num_nodes} nodes; partition {partition.name} has "
             f"{partition.num_nodes}. Lower --nodes, or choose another --partition: "
             f"{_overview(found)}."
         )
     limit_s = partition.time_limit_s
     if job.time is not None and limit_s is not None and seconds_of(job.time) > limit_s:
-        raise SlurmError(
+        raise LaunchError(
             f"Asked for --time {job.time}; partition {partition.name} allows {limit_s // 60} "
             "minutes. Lower --time, or choose another --partition."
         )
@@ -131,7 +131,7 @@ def _remembered(job: int) -> list[Status]:
     try:
         # squeue pads its fields, and what it waits for is the last: the longest of them.
         text = _call("squeue", "-h", "-r", "-t", "all", "-j", str(job), "-O", f"{_FIELDS}400")
-    except SlurmError as error:
+    except LaunchError as error:
         if "Invalid job id" in str(error):
             return []
         raise
@@ -150,7 +150,7 @@ def _accounted(job: int) -> list[Status]:
         text = _call(
             "sacct", "-n", "-P", "-X", "-j", str(job), "-o", "JobID,State,ExitCode,Elapsed"
         )
-    except SlurmError:
+    except LaunchError:
         return []
     found = []
     for line in text.splitlines():
@@ -182,18 +182,18 @@ def _call(*words: str) -> str:
             env=_environment(os.environ),
         )
     except FileNotFoundError as error:
-        raise SlurmError(
+        raise LaunchError(
             f"Looked for Slurm's command {words[0]}; it is not on this machine, or not in PATH. "
             "Log in to a node of the cluster (or load its Slurm module), and try again there."
         ) from error
     except subprocess.TimeoutExpired as error:
-        raise SlurmError(
+        raise LaunchError(
             f"Slurm's {words[0]} did not answer within {_PATIENCE_S} s. Try again later, or ask "
             "the cluster's administrators."
         ) from error
     if done.returncode:
         said = " ".join((done.stderr.strip() or done.stdout.strip()).split())
-        raise SlurmError(f"Slurm's {words[0]} refused (exit code {done.returncode}): {said}")
+        raise LaunchError(f"Slurm's {words[0]} refused (exit code {done.returncode}): {said}")
     return done.stdout
 
 
@@ -214,7 +214,7 @@ def _named(job: Job, found: Sequence[Partition]) -> Partition | None:
         return None  # A list, of which Slurm takes the first that is free.
     near = difflib.get_close_matches(job.partition, [each.name for each in found], 1)
     hint = f" Did you mean {near[0]}?" if near else ""
-    raise SlurmError(
+    raise LaunchError(
         f"Asked for partition {job.partition!r}; this cluster has {_overview(found)}.{hint}"
     )
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from unisono.errors import LaunchError
-from unisono.launch.environments import Place, find, first_host, ports_of
+from unisono.launch.environments import ServerAddress, find, first_host, ports_of
 from unisono.launch.network import join_address
-from unisono.launch.secret import secret_of_run, shared_secret
+from unisono.launch.wire import secret_of_run, shared_secret
 from unisono.topology import Topology, is_slurm_task, read_topology
 
 _RUN = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
@@ -144,7 +144,7 @@ def coordinator(
     run = " ".join(["slurm nodes", str(step.num_nodes), *(env.get(name, "") for name in _RUN)])
     host = first_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST", ""))
     secret = secret_of_run(shared_secret(env), run)
-    place = Place(run, host, ports_of(run))
+    place = ServerAddress(run, host, ports_of(run))
     if step.node:
         return find(place, secret, timeout_s), (), secret
     first, *others = place.ports

@@ -17,7 +17,7 @@ import keras
 
 from unisono.errors import OutputError, Preempted
 from unisono.launch.client import current_world
-from unisono.launch.preemption_signal import warn
+from unisono.launch.preemption_signal import request_preemption
 from unisono.parallel import check_replicas
 from unisono.training import plot, tables
 from unisono.training.outputs import write
@@ -128,7 +128,7 @@ class Recorder(keras.callbacks.Callback):
         if current_world() is None:
             self._trained.stop_training = True
         else:
-            warn()  # All processes learn of it at the same step.
+            request_preemption()  # All processes see it at the same step.
 
     def _finish(self) -> None:
         """Write all there is; one file that cannot be written does not keep the others."""

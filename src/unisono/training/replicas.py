@@ -11,7 +11,8 @@ from pathlib import Path
 from unisono.devices import Placement, choose, num_gpus, remark_on_cores, select
 from unisono.errors import SettingError
 from unisono.launch.failure import Failure
-from unisono.launch.start import Request, perform
+from unisono.launch.launcher import perform
+from unisono.launch.request import Request
 from unisono.training.settings import Settings
 
 # A first Ctrl-C lets the replicas end their step and save; a second one ends them at once.

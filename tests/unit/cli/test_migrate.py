@@ -20,7 +20,7 @@ from unisono.compat.migrate.files import replace
 from unisono.compat.migrate.notebooks import migrate_notebook
 from unisono.compat.migrate.source import migrate_source
 from unisono.compat.syntax import check_syntax
-from unisono.errors import SourceError
+from unisono.errors import DataError
 
 
 def migrated(text: str) -> str:
@@ -571,7 +571,7 @@ def test_a_write_that_fails_leaves_the_file(tmp_path, monkeypatch):
     path = tmp_path / "old.py"
     path.write_text(OLD)
     monkeypatch.setattr(os, "replace", _fail)
-    with pytest.raises(SourceError, match="No space left"):
+    with pytest.raises(DataError, match="No space left"):
         replace(path, OLD.encode(), b"new")
     assert path.read_text() == OLD
     assert sorted(os.listdir(tmp_path)) == ["old.py", "old.py.orig"]
@@ -704,7 +704,7 @@ def test_broken_notebooks(tmp_path, capsys, content, said):
 
 
 def test_a_cell_that_is_python_2():
-    with pytest.raises(SourceError, match=r"old.ipynb, cell 3, line 2 is Python 2"):
+    with pytest.raises(DataError, match=r"old.ipynb, cell 3, line 2 is Python 2"):
         migrate_notebook(notebook("x = 1", "%time\nprint x"), "old.ipynb")
 
 

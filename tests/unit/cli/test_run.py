@@ -17,7 +17,8 @@ from launching import END_S, SCRIPT, ended_within, pids_in, wait_for
 from unisono.cli import main
 from unisono.cli import run as launcher
 from unisono.launch.failure import Outcome
-from unisono.launch.start import Request, perform
+from unisono.launch.launcher import perform
+from unisono.launch.request import Request
 
 NODE = ("--nodes", "2", "--node-rank")
 ECHO = """
@@ -515,7 +516,7 @@ def test_a_run_from_python_shows_and_tells(folder):
         (
             [*NODE, "1", "--coordinator", "127.0.0.1:1", "--start-timeout", "0.5", SCRIPT],
             1,
-            "No answer from the run's meeting point at 127.0.0.1:1 within 0.5 s",
+            "No answer from the rendezvous server at 127.0.0.1:1 within 0.5 s",
         ),
         (
             [*NODE, "0", "--coordinator", "127.0.0.1:1", "--interface", "none0", SCRIPT],

@@ -328,7 +328,11 @@ def wait_for(look, text: str, seconds: float = 20) -> str:
 
 def test_it_costs_little(tmp_path):
     """Of a core's time, over some seconds, in a terminal of its own."""
-    code = "import unisono.cli.top as t, time, sys\nfor _ in range(6): t.look(); time.sleep(0.5)"
+    code = (
+        "import unisono.cli.top as t, time, os\n"
+        "reader = t.RunsReader(t.runs_folder(os.environ))\n"
+        "for _ in range(6): t.look(reader); time.sleep(0.5)"
+    )
     EventFile(tmp_path, writer()).write(progress())
     script = f"{code}\nprint(time.process_time())"
     env = os.environ | {"UNISONO_RUNS": str(tmp_path)}

@@ -105,7 +105,7 @@ assert sys.meta_path == finders
 weights = [w.tolist() for w in model.get_weights()]
 try:
     unisono.parallel(model, replicas=2)
-except unisono.StartedError as error:
+except unisono.errors.StartedError as error:
     found["too_late"] = str(error)
 found["is_unharmed"] = [w.tolist() for w in model.get_weights()] == weights
 found["one_replica"] = unisono.parallel(model, replicas=1) is model
@@ -121,7 +121,7 @@ print(json.dumps(found))
 unisono.parallel(model, replicas=8)
 try:
     unisono.parallel(model, replicas=9)
-except unisono.StartedError as error:
+except unisono.errors.StartedError as error:
     found["too_many"] = str(error)
 found["replicas"] = model._unisono.placement.num_replicas
 print(json.dumps(found))

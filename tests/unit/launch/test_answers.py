@@ -7,9 +7,8 @@ import cloudpickle
 import pytest
 
 from unisono.errors import PeerLostError, WorkerError
-from unisono.launch.answers import collect, is_echo, report
 from unisono.launch.channel import Channel
-from unisono.launch.workers import Workers
+from unisono.launch.workers import Workers, collect, is_consequence, send_error
 
 ADVICE = "Do it again."
 
@@ -22,7 +21,7 @@ def workers():
 
 
 def say(workers, rank, kind, value=None):
-    """Have a worker tell something, as `answer` and `report` do."""
+    """Have a worker tell something, as `answer` and `send_error` do."""
     worker = next(worker for worker in workers if worker.rank == rank)
     worker.channel.send(("echo", kind, cloudpickle.dumps(value), f"traceback of {rank}"))
 
@@ -85,7 +84,7 @@ def test_an_exception_that_cannot_be_sent(workers):
         def __reduce__(self):
             raise TypeError
 
-    report(Channel(theirs), Own("a marker"))
+    send_error(Channel(theirs), Own("a marker"))
     kind, data, text = ours.receive()
     assert (kind, data) == ("error", None)
     assert "a marker" in text
@@ -101,5 +100,5 @@ def test_an_exception_that_cannot_be_sent(workers):
 def test_an_echo_is_known_by_what_caused_it():
     wrapped = ValueError("while saving")
     wrapped.__cause__ = PeerLostError("gone")
-    assert is_echo(wrapped)
-    assert not is_echo(ValueError("its own"))
+    assert is_consequence(wrapped)
+    assert not is_consequence(ValueError("its own"))

@@ -18,7 +18,7 @@ from test_nodes import SECRET, of_node, port  # noqa: F401
 from test_slurm_step import task
 from test_topology import tf_config
 
-from unisono.launch.environments import meeting_place
+from unisono.launch.environments import server_address
 from unisono.slurm.step import coordinator, read_step
 from unisono.topology import read_topology
 
@@ -237,7 +237,9 @@ def nothing_after_proofs(direction: str, data: bytes, num_before: int) -> bytes:
 def test_a_relay_that_passes_on_nothing_more_does_not_hold_a_process_for_ever(tmp_path):
     ends = through_relay(tmp_path, nothing_after_proofs, UNISONO_START_TIMEOUT="2")
     assert [code for code, _, _ in ends] == [1, 1], ends
-    assert "LaunchError: The run's meeting point let rank 1 in, and then said nothing" in ends[1][2]
+    assert (
+        "LaunchError: The rendezvous server admitted rank 1, and then did not answer" in ends[1][2]
+    )
     assert "PeerLostError: Rank 1 " in ends[0][2]
 
 
@@ -324,7 +326,7 @@ def guessed_place(stack: contextlib.ExitStack) -> tuple[list[dict], tuple[int, .
     for number in range(1, 100):
         hosts = [f"{LOOPBACK}:{number}", f"localhost:{number}"]
         envs = [tf_config("worker", rank, worker=hosts) | SECRET for rank in (0, 1)]
-        ports = meeting_place(read_topology(envs[0]), envs[0]).ports
+        ports = server_address(read_topology(envs[0]), envs[0]).ports
         if listener := listen_at(ports):
             return envs, ports, stack.enter_context(listener)
     raise AssertionError("no run has two free ports")

@@ -17,8 +17,8 @@ from test_topology import MPICH, OPEN_MPI, SRUN, TORCHRUN, tf_config
 
 from unisono.errors import LaunchError
 from unisono.joining import is_command
-from unisono.launch.environments import Place, arrange, first_host, meeting_place
-from unisono.launch.secret import secret_of_run, shared_secret
+from unisono.launch.environments import ServerAddress, first_host, rendezvous, server_address
+from unisono.launch.wire import secret_of_run, shared_secret
 from unisono.topology import Topology, read_topology
 
 SCRIPT = """
@@ -143,7 +143,7 @@ def test_a_note_that_was_left_behind_leads_nowhere(tmp_path):
         second = start(tmp_path, ONE_NODE["tf_config"](1))
         folder = tmp_path / f"unisono-{os.getuid()}"
         folder.mkdir(mode=0o700)
-        name = meeting_place(read_topology(ONE_NODE["tf_config"](1)), ONE_NODE["tf_config"](1)).run
+        name = server_address(read_topology(ONE_NODE["tf_config"](1)), ONE_NODE["tf_config"](1)).run
         note = folder / sha256(name.encode()).hexdigest()[:32]
         note.write_text(json.dumps({"address": f"127.0.0.1:{port}", "secret": "old"}))
         first = start(tmp_path, ONE_NODE["tf_config"](0))
@@ -172,7 +172,7 @@ def test_a_first_process_that_does_not_come(tmp_path):
     process = start(tmp_path, ONE_NODE["slurm"](1) | {"UNISONO_START_TIMEOUT": "0.5"})
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "LaunchError: Rank 0 of this run left no note in" in err
+    assert "LaunchError: Rank 0 of this run wrote no address to" in err
 
 
 ACROSS = {
@@ -184,40 +184,42 @@ ACROSS = {
 
 @pytest.mark.parametrize(("env", "host"), ACROSS.values(), ids=ACROSS)
 def test_the_place_across_nodes_is_known_to_all(env, host):
-    place = meeting_place(read_topology(env), env)
+    place = server_address(read_topology(env), env)
     assert place.host == host
     assert len(set(place.ports)) == 8
     assert all(61000 <= port < 65000 for port in place.ports)
-    assert meeting_place(read_topology(env), env) == place
+    assert server_address(read_topology(env), env) == place
 
 
 def test_runs_differ_in_their_ports():
     other = SRUN | {"SLURM_JOB_ID": "18"}
-    places = [meeting_place(read_topology(env), env) for env in (SRUN, other)]
+    places = [server_address(read_topology(env), env) for env in (SRUN, other)]
     assert not set(places[0].ports) & set(places[1].ports)
 
 
 def test_mpi_across_nodes_must_be_told():
     with pytest.raises(LaunchError, match=r"mpirun -x UNISONO_COORDINATOR=10\.0\.0\.1:4000"):
-        meeting_place(read_topology(OPEN_MPI), OPEN_MPI)
+        server_address(read_topology(OPEN_MPI), OPEN_MPI)
     env = OPEN_MPI | {"UNISONO_COORDINATOR": "10.0.0.1:4000"}
-    assert meeting_place(read_topology(env), env) == Place("openmpi 4 ", "10.0.0.1", (4000,))
+    assert server_address(read_topology(env), env) == ServerAddress(
+        "openmpi 4 ", "10.0.0.1", (4000,)
+    )
 
 
 def test_a_port_that_is_taken_is_passed_over():
     """Here two processes of one machine take each other for hosts of a cluster."""
     env = tf_config("worker", 0, worker=["127.0.0.1:1", "localhost:1"]) | {"UNISONO_SECRET": "s"}
     facts = read_topology(env)
-    first, *others = meeting_place(facts, env).ports
+    first, *others = server_address(facts, env).ports
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # By somebody else, which will do.
             stack.enter_context(socket.create_server(("127.0.0.1", first)))
-        found, secret = arrange(facts, env, start_timeout_s=5)
+        found, secret = rendezvous(facts, env, start_timeout_s=5)
         assert found.coordinator in [f"127.0.0.1:{port}" for port in others]
         other = Topology(1, 2, 0, 1, 1, 2, None, "tf_config")
-        assert arrange(other, env, start_timeout_s=5)[0].coordinator == found.coordinator
+        assert rendezvous(other, env, start_timeout_s=5)[0].coordinator == found.coordinator
         with pytest.raises(LaunchError, match="Rank 0 was not found at "):
-            arrange(other, env | {"UNISONO_SECRET": "guessed"}, start_timeout_s=0.1)
+            rendezvous(other, env | {"UNISONO_SECRET": "guessed"}, start_timeout_s=0.1)
     assert secret != "s"
 
 

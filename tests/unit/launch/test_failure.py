@@ -11,7 +11,7 @@ from unisono.launch.failure import (
     cause_of_code,
     describe,
     first_of,
-    last_words,
+    last_output,
     signal_name,
     without_ours,
 )
@@ -43,7 +43,7 @@ def test_what_has_a_cause_of_its_own_comes_first(kinds, first):
     assert first_of(failures) is failures[first]
 
 
-def test_the_last_words_end_with_the_first_failure_and_its_traceback():
+def test_the_text_ends_with_the_first_failure_and_its_traceback():
     first = Failure(
         "raised", "raised ValueError", 1, 3, 1, "host b", 12, TRACE, "a\nb", "/logs/rank-3.log"
     )
@@ -53,7 +53,7 @@ def test_the_last_words_end_with_the_first_failure_and_its_traceback():
         "unisono: rank 3 (process 12 on host b) raised ValueError. "
         "All processes of the run were ended.\n"
         "After it: rank 0 (process 7 on host h) failed by echo\n"
-        "Its whole output is in /logs/rank-3.log.\n" + TRACE
+        "All of its output is in /logs/rank-3.log.\n" + TRACE
     )
 
 
@@ -82,17 +82,17 @@ def test_a_failure_travels_as_json():
     ],
 )
 def test_a_traceback_is_not_shown_twice(output, left):
-    assert last_words(output, TRACE) == left
+    assert last_output(output, TRACE) == left
 
 
 def test_of_a_long_output_the_end_is_shown():
-    assert last_words("\n".join(map(str, range(99))), "", 3) == "96\n97\n98"
+    assert last_output("\n".join(map(str, range(99))), "", 3) == "96\n97\n98"
 
 
 def test_threads_and_frames_of_ours_are_left_out():
     bootstrap = failure._OUR_FILE
     stacks = (
-        'Thread 0x1 (most recent call first):\n  File "w.py", line 1 in _beat\n\n'
+        'Thread 0x1 (most recent call first):\n  File "w.py", line 1 in _send_heartbeats\n\n'
         f'Current thread 0x2 (most recent call first):\n  File "x.py", line 2 in <module>\n'
         f'  File "{bootstrap}", line 3 in main'
     )

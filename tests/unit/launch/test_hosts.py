@@ -88,7 +88,7 @@ def test_a_cut_link_ends_both_sides(run_on, hosts, folder, cut):
         other = hosts[1 - node].address
         last = err.rpartition("unisono: ")[2]
         assert re.match(rf"(node 0 \()?host \S+ at {re.escape(other)}\)? is lost: ", last)
-        assert "is lost: nothing was heard of it for 5 s" in last
+        assert "is lost: no message for 5 s" in last
 
 
 def test_a_failure_is_told_on_every_host(run_on, hosts, folder):
@@ -128,7 +128,7 @@ def test_a_process_without_the_secret_is_refused(run_on, hosts, folder):
         text=True,
         timeout=60,
     )
-    assert "LaunchError: The run's meeting point refused this process" in done.stderr
+    assert "LaunchError: The rendezvous server refused this process" in done.stderr
     started[0].process.terminate()
     assert [each.wait()[0] for each in started] == [143, 143]
 

@@ -21,7 +21,8 @@ except KeyboardInterrupt:
 """
 LAUNCH = """
 import sys
-from unisono.launch.start import Request, start
+from unisono.launch.launcher import start
+from unisono.launch.request import Request
 program, folder, seconds = sys.argv[1:]
 sys.exit(start(Request(program=(program, folder), num_processes=1, interrupt_s=float(seconds))))
 """

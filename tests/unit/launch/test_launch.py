@@ -242,7 +242,7 @@ class TestDeath:
         with pytest.raises(WorkerError) as caught:
             workers.receive(TIMEOUT_S)
         text = str(caught.value)
-        assert text.startswith(f"Replica 2 (process {second.pid}) {how}. Its last words:\n")
+        assert text.startswith(f"Replica 2 (process {second.pid}) {how}. Its last output:\n")
         words = text.splitlines()[1:]
         assert len(words) == 20
         if message[0] == "raise":

@@ -141,7 +141,7 @@ def test_numbers_of_nodes_that_disagree(run, port, folder):
     assert "was started with --nodes 3, node 0 (host " in err
     code, _, err = first.wait()
     assert code == 1
-    assert "Of 2 nodes, 1 did not come to the coordinator within 4 s." in err
+    assert "Of 2 nodes, 1 did not connect to the coordinator within 4 s." in err
     assert pids_in(folder) == []
 
 
@@ -154,7 +154,7 @@ def test_sizes_of_the_world_that_disagree(run, port, folder):
     for each in started:
         code, _, err = each.wait()
         assert code == 1
-        assert "was asked for a world of 2 processes; the nodes bring 3" in err
+        assert "was started for a world of 2 processes; the nodes have 3" in err
     assert pids_in(folder) == []
 
 
@@ -163,7 +163,7 @@ def test_the_same_node_twice(run, port, folder):
     others = [run(*of_node(3, 1, port), SCRIPT, folder, "well", **SECRET) for _ in range(2)]
     texts = [each.wait()[2] for each in others]
     assert sum("Node rank 1 was given twice: to host " in text for text in texts) == 1
-    assert sum("Of 3 nodes, 2 did not come to the coordinator" in text for text in texts) == 1
+    assert sum("Of 3 nodes, 2 did not connect to the coordinator" in text for text in texts) == 1
     assert first.wait()[0] == 1
 
 

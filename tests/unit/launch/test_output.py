@@ -3,7 +3,7 @@
 import os
 import threading
 
-from unisono.launch.output import Output
+from unisono.launch.streams import Output
 
 
 def test_what_was_printed_before_is_there_after_catching_up():

@@ -6,12 +6,13 @@ import pytest
 
 from unisono.devices import Policy, Selection
 from unisono.errors import LaunchError
-from unisono.launch.hosts import HostSlots, merge_local, parse_hosts, spread
-from unisono.launch.plan import Facts, Seat, environment, memory_environment, seats
+from unisono.launch.cpu_environment import malloc_environment
+from unisono.launch.plan import Facts, Resources, assign_resources, environment
+from unisono.launch.request import HostSlots, merge_local, parse_hosts, spread
 
 PINNED = {"OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"}
 PINNED |= {"TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"}
-MEMORY = memory_environment({})
+MEMORY = malloc_environment({})
 GPUS = Selection((0, 2), ("GPU-a", "GPU-c"), (None, None))
 FACTS = Facts(
     first_rank=2,
@@ -29,7 +30,7 @@ FACTS = Facts(
 
 
 def plan(num_processes, num_cores, quota=None, gpus=None, policy=None, **given):
-    return seats(
+    return assign_resources(
         num_processes,
         gpus=gpus,
         cores=range(num_cores),
@@ -102,7 +103,7 @@ def test_simulated_gpus_are_cores():
 def test_a_process_is_told_its_place():
     given = {"HOME": "/h", "UNISONO_REPLICAS": "4", "UNISONO_JOINED": "1", "UNISONO_RANK": "9"}
     given |= {"NCCL_SOCKET_IFNAME": "ib0", "OMP_NUM_THREADS": "9"}
-    found = environment(Seat({"OMP_NUM_THREADS": "1"}), FACTS, 1, given)
+    found = environment(Resources({"OMP_NUM_THREADS": "1"}), FACTS, 1, given)
     assert found == {
         "HOME": "/h",
         "OMP_NUM_THREADS": "1",

@@ -1,4 +1,4 @@
-"""What runs publish, written and read without a framework; and a disk that takes no more."""
+"""Event files, written and read without a framework; and a disk that is full."""
 
 import dataclasses
 import json
@@ -13,7 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from unisono.monitor.events import EventFile, Progress, Writer, read_runs, runs_folder, ticks_of
+from unisono.monitor.events import (
+    EventFile,
+    Progress,
+    RunsReader,
+    Writer,
+    read_runs,
+    run_name,
+    runs_folder,
+    ticks_of,
+)
 
 
 def writer(**changes) -> Writer:
@@ -111,7 +120,7 @@ def test_a_long_file_begins_anew(tmp_path):
     file = EventFile(tmp_path, writer())
     for _ in range(8000):
         file.write(progress())
-    assert (tmp_path / "run" / "rank-0.jsonl").stat().st_size < 2**20 + 300
+    assert (tmp_path / "run" / "rank-0.jsonl").stat().st_size < 2**16 + 300
     assert read_runs(tmp_path)["run"][0].last == progress()
 
 
@@ -141,8 +150,56 @@ def test_a_full_disk(tmp_path):
 def test_runs_that_are_long_past_are_forgotten(tmp_path):
     EventFile(tmp_path, writer(run="old"))
     os.utime(tmp_path / "old" / "rank-0.jsonl", (0, 0))
+    os.utime(tmp_path / "old", (0, 0))
     EventFile(tmp_path, writer(run="new"))
     assert list(read_runs(tmp_path)) == ["new"]
+
+
+def test_thousands_of_past_runs_cost_a_listing(tmp_path, monkeypatch):
+    """`unisono top` refreshes twice a second, whatever has run here before."""
+    gone, count = 2**22 + 1, 5000
+    text = "".join(
+        json.dumps(dataclasses.asdict(each)) + "\n"
+        for each in (writer(pid=gone, world_size=1), progress(is_over=True))
+    )
+    for i in range(count):
+        folder = tmp_path / f"old-{i}"
+        folder.mkdir()
+        (folder / "rank-0.jsonl").write_text(text.replace('"run": "run"', f'"run": "old-{i}"'))
+        os.utime(folder, (1000 + i, 1000 + i))
+    alive = EventFile(tmp_path, writer(run="alive", world_size=1))
+    alive.write(progress())
+    opened: list[Path] = []
+    plain = Path.open
+
+    def counted(path, *args, **kwargs):
+        opened.append(path)
+        return plain(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", counted)
+    reader = RunsReader(tmp_path)
+    first = reader.read()
+    assert list(first)[:2] == ["alive", f"old-{count - 1}"]
+    assert len([path for path in opened if tmp_path in path.parents]) == len(first) == 51
+    opened.clear()
+    alive.write(progress(step=9))
+    again = reader.read()
+    assert [path for path in opened if tmp_path in path.parents] == [
+        tmp_path / "alive" / "rank-0.jsonl"
+    ]
+    assert again["alive"][0].last == progress(step=9)
+    assert list(again) == list(first)
+
+
+def test_a_program_has_one_folder_however_often_it_trains(tmp_path):
+    for step in range(3):
+        file = EventFile(tmp_path, writer(run=run_name()))
+        file.write(progress(step=step, is_over=True))
+        file.close()
+    assert os.listdir(tmp_path) == [run_name()]
+    (ranks,) = read_runs(tmp_path).values()
+    assert [events.last for events in ranks] == [progress(step=2, is_over=True)]
+    assert run_name(seed=255).endswith("-run-ff")
 
 
 @pytest.mark.parametrize(

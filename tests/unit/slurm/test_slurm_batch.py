@@ -7,10 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.cli.submit import sweep_of
-from unisono.errors import SlurmError
-from unisono.slurm.batch import Job, batch_script, check, option_of, seconds_of
-from unisono.slurm.words import for_option, for_shell, for_variable
+from unisono.errors import LaunchError
+from unisono.slurm.batch import (
+    Job,
+    batch_script,
+    check,
+    for_option,
+    for_shell,
+    for_variable,
+    option_of,
+    seconds_of,
+)
+from unisono.slurm.submission import sweep_of
 
 GUIDE = Job(
     program=("example.py", "--epochs", "20"),
@@ -85,7 +93,7 @@ esac
 
 srun unisono run --log-dir rates_${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID -m my.training \
 "${values[@]}" || code=$?
-if [ "${code:-0}" -eq 75 ]; then  # It made room, and goes on later.
+if [ "${code:-0}" -eq 75 ]; then  # Preempted: continue later.
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "${code:-0}"
@@ -121,7 +129,7 @@ def test_the_program_gets_its_words_as_they_were_given(words):
 @given(st.text())
 def test_a_word_of_the_shell_is_one_word(word):
     if "\0" in word:
-        with pytest.raises(SlurmError, match="zero byte"):
+        with pytest.raises(LaunchError, match="zero byte"):
             for_shell(word)
     else:
         assert shlex.split(for_shell(word)) == [word]
@@ -131,7 +139,7 @@ def test_a_word_of_the_shell_is_one_word(word):
 def test_an_option_is_one_line(value):
     try:
         line = for_option("comment", value)
-    except SlurmError:
+    except LaunchError:
         assert any(ord(c) < 32 or ord(c) == 127 for c in value)
         return
     assert "\n" not in line
@@ -155,7 +163,7 @@ def test_times_are_slurms(text, seconds):
 
 @pytest.mark.parametrize("text", ["", "1h", "a", "-5", "1:2:3:4", "0", "00:00:00", "1-", "٣"])
 def test_a_time_that_is_none(text):
-    with pytest.raises(SlurmError, match="--time"):
+    with pytest.raises(LaunchError, match="--time"):
         seconds_of(text)
 
 
@@ -174,31 +182,31 @@ def test_a_short_job_is_not_warned_for_most_of_its_time():
     ],
 )
 def test_jobs_that_make_no_sense(changes, found):
-    with pytest.raises(SlurmError, match=found):
+    with pytest.raises(LaunchError, match=found):
         check(Job(**{"program": ("a.py",), "name": "a", **changes}))
 
 
 @pytest.mark.parametrize("text", ["mem=3", "-n 3", "--Mem=3", "--a;b", ""])
 def test_options_that_are_none(text):
-    with pytest.raises(SlurmError, match="--sbatch"):
+    with pytest.raises(LaunchError, match="--sbatch"):
         option_of(text)
 
 
 def test_an_option_cannot_hide_another():
     name, value = option_of("--mem=1\n#SBATCH --nodes=9")
-    with pytest.raises(SlurmError, match="line breaks"):
+    with pytest.raises(LaunchError, match="line breaks"):
         for_option(name, value)
 
 
 @pytest.mark.parametrize("name", ["nodes", "array", "wrap", "ntasks"])
 def test_options_that_are_ours(name):
-    with pytest.raises(SlurmError, match=r"of `unisono submit`"):
+    with pytest.raises(LaunchError, match=r"of `unisono submit`"):
         option_of(f"--{name}=1")
 
 
 @pytest.mark.parametrize("text", ["A", "=b", "1A=b", "A B=c", "A;B=c"])
 def test_variables_that_are_none(text):
-    with pytest.raises(SlurmError, match="NAME=VALUE"):
+    with pytest.raises(LaunchError, match="NAME=VALUE"):
         for_variable(text)
     assert for_variable("A=b=c") == ("A", "b=c")
 
@@ -212,7 +220,7 @@ def test_sweeps_are_every_combination():
         ("--rate=0.01", "--depth=3"),
     )
     for bad in ("rate", "=1", "--rate=1", "rate="):
-        with pytest.raises(SlurmError, match="--sweep"):
+        with pytest.raises(LaunchError, match="--sweep"):
             sweep_of([bad])
-    with pytest.raises(SlurmError, match="fewer"):
+    with pytest.raises(LaunchError, match="fewer"):
         sweep_of(["rate=" + ",".join(map(str, range(1001)))])

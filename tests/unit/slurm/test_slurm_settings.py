@@ -2,8 +2,8 @@
 
 import pytest
 
-from unisono.errors import SlurmError
-from unisono.slurm.settings import defaults, read_settings
+from unisono.errors import LaunchError
+from unisono.slurm.defaults import defaults, read_settings
 
 WHOLE = """
 nodes = 2
@@ -75,5 +75,5 @@ def test_no_file_is_no_setting(tmp_path):
     ],
 )
 def test_settings_that_make_no_sense(write, text, said):
-    with pytest.raises(SlurmError, match=said):
+    with pytest.raises(LaunchError, match=said):
         found_in(write(text))

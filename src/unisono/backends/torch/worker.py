@@ -12,9 +12,8 @@ from typing import Any
 
 from unisono.backends.settings import apply_policy
 from unisono.devices import Policy
-from unisono.launch.answers import report
-from unisono.launch.channel import Channel, SharedMemory
-from unisono.launch.lifeline import end_with_parent
+from unisono.launch.channel import Channel, SharedMemory, end_with_parent
+from unisono.launch.workers import send_error
 
 
 class Worker:
@@ -76,7 +75,7 @@ def main() -> None:
     except BaseException as error:
         # If another replica has failed, the first one looks for the cause: leaving frees those who
         # still wait for this one, and the report says that it is not this one.
-        report(channel, error)
+        send_error(channel, error)
         os._exit(1)
     # Not sys.exit: what the frameworks do at exit may wait for replicas that are gone.
     os._exit(0)

@@ -20,10 +20,9 @@ from unisono.backends.torch.devices import default_device
 from unisono.backends.torch.process_group import Group
 from unisono.devices import POLICY, Placement, Policy, current_policy
 from unisono.errors import WorkerError
-from unisono.launch.answers import first_cause, worker_error
 from unisono.launch.channel import SharedMemory
-from unisono.launch.plan import memory_environment
-from unisono.launch.workers import Workers
+from unisono.launch.cpu_environment import malloc_environment
+from unisono.launch.workers import Workers, first_cause, worker_error
 from unisono.scratch import Scratch, sweep
 
 _START_TIMEOUT_S = 180.0
@@ -191,7 +190,7 @@ def worker_environment(placement: Placement, rank: int) -> dict[str, str]:
         env["CUDA_VISIBLE_DEVICES"] = visible[index] if visible != [""] else str(index)
     else:
         env["OMP_NUM_THREADS"] = str(threads)
-        env |= memory_environment(os.environ)
+        env |= malloc_environment(os.environ)
     if current_policy() != Policy():
         # What is in force here holds in every process; which GPU it has is said above.
         policy = dataclasses.replace(current_policy(), gpus=None)

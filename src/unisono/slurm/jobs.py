@@ -1,7 +1,7 @@
-"""The jobs that this user has submitted through unisono: a small folder for each.
+"""The jobs that unisono submitted: a folder for each, their state, and their output.
 
-Slurm forgets a job minutes after its end, unless the cluster keeps accounts. What is kept here says
-where its files are; the run itself leaves there how it ended.
+Slurm forgets a job some minutes after its end where a cluster keeps no accounting; the record of a
+job and the outcome that its run leaves beside the logs answer then.
 """
 
 import dataclasses
@@ -9,15 +9,17 @@ import json
 import os
 import re
 import shutil
+import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from unisono.errors import SlurmError
-from unisono.launch.output import OUTCOME, log_name
+from unisono.errors import LaunchError
+from unisono.launch.streams import OUTCOME, log_name
+from unisono.slurm import cluster
 from unisono.slurm.cluster import Status
 
 _RECORD = "job.json"
@@ -75,7 +77,7 @@ class Records:
             path = folder / _SCRIPT
             path.write_bytes(script.encode(errors="surrogateescape"))
         except OSError as error:
-            raise SlurmError(
+            raise LaunchError(
                 f"Wanted to keep the batch script in {self._folder}: {error}. Make room there, or "
                 "set XDG_STATE_HOME to a folder that can be written to."
             ) from error
@@ -104,7 +106,7 @@ class Records:
         except (OSError, ValueError, TypeError) as error:
             known = ", ".join(str(each.job) for each in self.all(cluster)[-5:])
             recent = f"The latest are {known}." if known else "There is none yet."
-            raise SlurmError(
+            raise LaunchError(
                 f"Asked for job {job}; it is none that unisono submitted on {cluster} for this "
                 f"user. {recent} For other jobs use squeue and scancel."
             ) from error
@@ -156,3 +158,71 @@ def _read(path: Path) -> Record:
     told |= {key: tuple(told[key]) for key in ("program", "ended")}
     told |= {key: tuple(map(tuple, told[key])) for key in ("outputs", "sweep")}
     return Record(**told)
+
+
+_LOOK_S = 0.3
+_ASK_S = 2.0
+_LAST_WORDS_S = 1.0
+_CHUNK_BYTES = 1 << 16
+
+
+class Tail:
+    """A file that grows, or is not there yet; what is new in it goes to a stream."""
+
+    def __init__(self, path: Path, stream: BinaryIO) -> None:
+        self.path = path
+        self._stream = stream
+        self._position = 0
+
+    def carry(self) -> bool:
+        """Pass on what is new; whether there was any."""
+        try:
+            with self.path.open("rb") as file:
+                if file.seek(0, 2) < self._position:
+                    self._position = 0  # Begun anew, by a job that was requeued.
+                file.seek(self._position)
+                while chunk := file.read(_CHUNK_BYTES):
+                    self._stream.write(chunk)
+                is_new = file.tell() > self._position
+                self._position = file.tell()
+        except OSError:
+            return False
+        self._stream.flush()
+        return is_new
+
+
+def find_out(record: Record, records: Records) -> list[Status]:
+    """How a job is, from Slurm; once it is over and forgotten there, from the run's own files."""
+    if record.ended:
+        return [Status(**told) for told in record.ended]
+    found = cluster.statuses(record.job)
+    if not found:
+        return outcome_of(record)
+    if all(status.is_over for status in found):
+        records.note_end(record, found)
+    return found
+
+
+def follow(tails: Sequence[Tail], ask: Callable[[], list[Status]]) -> list[Status]:
+    """Pass on what files get until the job is over; how it ended."""
+    found, asked = ask(), time.monotonic()
+    while not all(status.is_over for status in found):
+        for tail in tails:
+            tail.carry()
+        time.sleep(_LOOK_S)
+        if time.monotonic() > asked + _ASK_S:
+            found, asked = ask(), time.monotonic()
+    deadline = time.monotonic() + _LAST_WORDS_S  # A shared file system may show them late.
+    while sum(tail.carry() for tail in tails) or time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
+    return found
+
+
+def tails_of(record: Record, task: str, rank: int | None) -> list[Tail]:
+    """The files of a task's output: those of the job, or what one rank printed."""
+    if rank is not None:
+        return [Tail(record.log_of(task, rank), sys.stdout.buffer)]
+    out, err = record.outputs[record.tasks.index(task)]
+    streams = (sys.stdout.buffer, sys.stderr.buffer)
+    paths = [Path(record.folder, name) for name in dict.fromkeys((out, err))]
+    return [Tail(path, stream) for path, stream in zip(paths, streams, strict=False)]

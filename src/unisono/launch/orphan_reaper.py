@@ -1,8 +1,9 @@
 """Ends the processes of a run whose launcher was killed, whatever they are busy with.
 
 A process watches its launcher itself, from a thread; but while C code holds the interpreter's lock
-no thread of it runs. So a small process stands by, which only reads its input: `+123` names a
-process group to end when the input ends, `-123` takes that back. Run as a file, by its path.
+no thread of it runs. So a small process waits, which only reads its input: `+123` names a process
+group to kill when the input ends, `-123` takes that back. A file of its own, as it is run by its
+path in an isolated interpreter.
 """
 
 import contextlib
@@ -12,7 +13,7 @@ import subprocess
 import sys
 
 
-class Guard:
+class OrphanReaper:
     """The launcher's end of it."""
 
     def __init__(self) -> None:
@@ -25,25 +26,25 @@ class Guard:
         )
 
     def watch(self, group: int) -> None:
-        self._tell(f"+{group}\n")
+        self._send(f"+{group}\n")
 
     def forget(self, group: int) -> None:
-        self._tell(f"-{group}\n")
+        self._send(f"-{group}\n")
 
     def close(self) -> None:
-        """Let it end; what it still watches is ended with it."""
+        """End it, with the groups that it still watches."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
 
-    def _tell(self, text: str) -> None:
+    def _send(self, text: str) -> None:
         assert self._process.stdin is not None
         # If somebody killed it, the processes' own watch remains.
         with contextlib.suppress(OSError):
             self._process.stdin.write(text.encode())
 
 
-def stand_by() -> None:
+def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     groups: set[int] = set()
@@ -56,4 +57,4 @@ def stand_by() -> None:
 
 
 if __name__ == "__main__":
-    stand_by()
+    main()

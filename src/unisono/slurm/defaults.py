@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from unisono.errors import SlurmError
+from unisono.errors import LaunchError
 
 _NUMBERS = ("nodes", "gpus-per-node", "replicas-per-node", "cpus-per-node", "warn-before")
 _TEXTS = ("partition", "time", "job-name", "comment", "account", "qos", "venv", "conda")
@@ -54,7 +54,7 @@ def _plain(table: Mapping[str, Any], source: str, *, is_replicated: bool) -> dic
         if key not in _ALL:
             near = difflib.get_close_matches(key, _ALL, 1)
             hint = f" Did you mean {near[0]}?" if near else f" Known are {', '.join(_ALL)}."
-            raise SlurmError(f"Found the setting {key!r} in {source}, which has no meaning.{hint}")
+            raise LaunchError(f"Found the setting {key!r} in {source}, which has no meaning.{hint}")
         found[key] = _checked(key, value, source)
     return found
 
@@ -77,14 +77,14 @@ def _checked(key: str, value: Any, source: str) -> Any:
     else:
         is_good, what = isinstance(value, str), "a text"
     if not is_good:
-        raise SlurmError(f"Found {key} = {value!r} in {source}. Make it {what}.")
+        raise LaunchError(f"Found {key} = {value!r} in {source}. Make it {what}.")
     return value
 
 
 def _tables(table: Mapping[str, Any], key: str, source: str) -> Mapping[str, Mapping[str, Any]]:
     found = table.get(key, {})
     if not isinstance(found, dict) or not all(isinstance(each, dict) for each in found.values()):
-        raise SlurmError(
+        raise LaunchError(
             f"Found {key} = {found!r} in {source}. Make it tables: [slurm.{key}.NAME]."
         )
     return found
@@ -94,9 +94,9 @@ def _table(path: Path, keys: tuple[str, ...]) -> dict[str, Any] | None:
     try:
         found: Any = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise SlurmError(f"Looked for settings in {path}: {error}. Mend the file.") from error
+        raise LaunchError(f"Looked for settings in {path}: {error}. Mend the file.") from error
     for key in keys:
         found = found.get(key) if isinstance(found, dict) else None
     if found is not None and not isinstance(found, dict):
-        raise SlurmError(f"Found {'.'.join(keys)} = {found!r} in {path}. Make it a table.")
+        raise LaunchError(f"Found {'.'.join(keys)} = {found!r} in {path}. Make it a table.")
     return found

@@ -1,21 +1,28 @@
-"""What the processes of a node print: shown, prefixed with their rank, or kept for a failure.
+"""Standard streams of a run: what processes print is shown or kept, what they read is broadcast.
 
-The chief's output is as if it ran alone: its streams are the launcher's own, and where it has to
-be written to a file as well, it still sees a terminal if there is one. One thread carries all of
-it, so that a failure is dealt with even while a terminal does not take more text.
+Rank 0's output is as if it ran alone: its streams are the launcher's own, and where it has to be
+written to a file as well, it still sees a terminal if there is one. One thread copies all output,
+so that a failure is handled even while a terminal accepts no more text. Rank 0 also reads standard
+input; a read is identified by the program's call stack, so that every rank gets the answer to the
+same question, and what rank 0 reads alone stays its own.
 """
 
 import collections
 import contextlib
+import io
 import os
 import selectors
+import sys
 import termios
 import threading
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+from unisono.launch.client import World
 
 _KEPT_BYTES = 64 * 1024
 _LONGEST_LINE = 64 * 1024
@@ -29,7 +36,7 @@ Show = Callable[[int, bytes], None]
 
 @dataclass(frozen=True)
 class Streams:
-    """What a process is started with; None for the launcher's own stream."""
+    """The files that a process is started with; None for the launcher's own stream."""
 
     stdout: int | None = None
     stderr: int | None = None
@@ -60,17 +67,17 @@ class Output:
         self._kept: dict[int, _Last] = {}
         self._logs: dict[int, IO[bytes]] = {}
         self._selector = selectors.DefaultSelector()
-        # Something to select on while no process is there, and to wake the thread by.
+        # Something to select on while there is no process, and to wake the thread.
         self._awake, self._wake = os.pipe()
         self._selector.register(self._awake, selectors.EVENT_READ)
         self._lock = threading.Lock()
         self._asked: collections.deque[threading.Event] = collections.deque()
         self._is_closing = False
-        self._thread = threading.Thread(target=self._carry, name="unisono-output", daemon=True)
+        self._thread = threading.Thread(target=self._copy, name="unisono-output", daemon=True)
         self._thread.start()
 
     def open(self, rank: int) -> Streams:
-        """Streams for a process, whose output is dealt with from then on."""
+        """Streams for a process, whose output is copied from then on."""
         last = self._kept[rank] = _Last()
         sinks: list[Sink] = [last.add]
         if self._folder is not None:
@@ -87,14 +94,14 @@ class Output:
         return Streams(both, both)
 
     def catch_up(self, timeout_s: float = 1.0) -> bool:
-        """Wait until all is carried that the processes have printed so far; whether it was.
+        """Wait until all is copied that the processes have printed so far; whether it was.
 
-        Not for ever: a terminal may not take more text.
+        Not for ever: a terminal may accept no more text.
         """
-        is_carried = threading.Event()
-        self._asked.append(is_carried)
+        is_copied = threading.Event()
+        self._asked.append(is_copied)
         os.write(self._wake, b".")
-        return is_carried.wait(timeout_s)
+        return is_copied.wait(timeout_s)
 
     def last_output(self, rank: int) -> str:
         """The end of what a process printed, if it was not shown."""
@@ -106,7 +113,7 @@ class Output:
         return str(self._folder / log_name(rank)) if self._folder is not None else None
 
     def close(self, timeout_s: float = 1.0) -> None:
-        """Carry what is left, but wait no longer than that: some process may have inherited it."""
+        """Copy what is left, but wait no longer: another process may have inherited the pipes."""
         self._is_closing = True
         os.write(self._wake, b".")
         self._thread.join(timeout_s)
@@ -130,17 +137,17 @@ class Output:
     def _ends(self, number: int) -> tuple[int, int]:
         return _like(number) if self._show is None else os.pipe()
 
-    def _carry(self) -> None:
+    def _copy(self) -> None:
         while not self._is_closing or len(self._selector.get_map()) > 1:
             asked = [self._asked.popleft() for _ in range(len(self._asked))]
-            # What they ask for is there already, and no more than one read takes.
+            # What they wait for is in the pipes already, and one read takes all of it.
             for key, _ in self._selector.select(timeout=0 if asked else None):
                 if key.fd == self._awake:
                     os.read(key.fd, 4096)
                 else:
                     self._take(key.fd, *key.data)
-            for is_carried in asked:
-                is_carried.set()
+            for is_copied in asked:
+                is_copied.set()
 
     def _take(self, file: int, sinks: list[Sink], last: "_Lines | None") -> None:
         try:
@@ -148,7 +155,7 @@ class Output:
         except OSError:  # A pseudo-terminal ends like this.
             data = b""
         for sink in sinks:
-            # A reader that has gone, or a full disk, must not end the run.
+            # A closed pipe or a full disk must not end the run.
             with contextlib.suppress(OSError):
                 if data:
                     sink(data)
@@ -213,7 +220,7 @@ def _write(number: int, data: bytes) -> None:
 
 
 def _like(number: int) -> tuple[int, int]:
-    """Two ends of a line that looks to the writer like the launcher's own stream."""
+    """Two ends of a pipe that looks to the writer like the launcher's own stream."""
     if not os.isatty(number):
         return os.pipe()
     ours, theirs = os.openpty()
@@ -223,3 +230,66 @@ def _like(number: int) -> tuple[int, int]:
     settings[1] &= ~termios.OPOST  # The real terminal turns line feeds into new lines.
     termios.tcsetattr(theirs, termios.TCSANOW, settings)
     return ours, theirs
+
+
+class SharedInput(io.TextIOBase):
+    """Replaces `sys.stdin` in one process of a run."""
+
+    def __init__(self, plain: Any, world: World) -> None:
+        self._plain = plain
+        self._world = world
+
+    def readline(self, size: int | None = -1, /) -> str:  # type: ignore[override]
+        return self._shared(lambda: self._plain.readline(size))
+
+    def read(self, size: int | None = -1, /) -> str:
+        return self._shared(lambda: self._plain.read(size))
+
+    def readable(self) -> bool:
+        return True
+
+    def isatty(self) -> bool:
+        return bool(self._plain.isatty())
+
+    def fileno(self) -> int:
+        if self.isatty():
+            # Else `input` would read from the terminal itself, past this class.
+            raise io.UnsupportedOperation("fileno")
+        return int(self._plain.fileno())
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return str(self._plain.encoding)
+
+    def __getattr__(self, name: str) -> Any:
+        """The rest (`buffer`, `reconfigure`) is this process' own: empty except on rank 0."""
+        return getattr(self._plain, name)
+
+    def _shared(self, read: Callable[[], str]) -> str:
+        line, place = _caller()
+        topic = f"input at {line} ({place:08x})"
+        if self._world.is_chief:
+            text = read()
+            self._world.announce(topic, text=text)
+            return text
+        said = self._world.wait_for_chief(topic)
+        if said is None:
+            raise EOFError(
+                f"Rank {self._world.rank} asked for input at {line}, which rank 0 did not. Ask in "
+                "every process: rank 0 reads, and all get the line."
+            )
+        return str(said["text"])
+
+
+def _caller() -> tuple[str, int]:
+    """The program's line that reads, and a checksum of all calls that led there."""
+    frame: Any = sys._getframe()
+    while frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    line = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    place = 0
+    while frame is not None:
+        code = frame.f_code
+        step = f"{os.path.basename(code.co_filename)} {code.co_name} {frame.f_lineno}"
+        place, frame = zlib.crc32(step.encode(), place), frame.f_back
+    return line, place
