@@ -1,7 +1,6 @@
 """What `fit` publishes of itself, and what it does not cost."""
 
 import os
-import re
 import signal
 import threading
 import time
@@ -14,7 +13,6 @@ from launching import wait_for
 
 import unisono
 from unisono import telemetry
-from unisono.bench import publishing
 from unisono.callbacks import DeviceStats
 from unisono.monitor.events import RankEvents, read_runs
 from unisono.monitor.verdict import verdict_on_run
@@ -207,12 +205,3 @@ def test_device_stats_are_in_the_logs(tmp_path):
     assert "cpu_0_load" in path.read_text().splitlines()[0]
     assert all(0 <= load <= 1 for load in history["cpu_0_load"])
     assert all(memory > 0 for memory in history["cpu_0_memory_gb"])
-
-
-def test_what_it_costs_can_be_measured(capsys, monkeypatch):
-    monkeypatch.setattr(publishing, "_NUM_STEPS", 100)
-    monkeypatch.setattr(publishing, "_NUM_RECORDS", 10)
-    publishing.main()
-    costs = re.findall(r"a (step|record): +([\d.]+) µs", capsys.readouterr().out)
-    assert [kind for kind, _ in costs] == ["step", "record"]
-    assert all(0 < float(cost) < 10_000 for _, cost in costs)

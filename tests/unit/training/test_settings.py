@@ -10,8 +10,7 @@ import pytest
 
 from unisono.errors import DeviceError, OutputError, SettingError
 from unisono.training import begin
-from unisono.training.outputs import Outputs, write
-from unisono.training.settings import Settings, choose_backend, read, to_words
+from unisono.training.settings import Outputs, Settings, choose_backend, read, to_words, write
 
 DEFAULTS = {"epochs": 70, "batch_per_replica": 64, "learning_rate": 0.005, "warmup_epochs": 5}
 
@@ -112,7 +111,7 @@ def test_a_backend_that_is_not_there(monkeypatch):
 def test_a_backend_after_keras_has_another(monkeypatch):
     keras = SimpleNamespace(backend=SimpleNamespace(backend=lambda: "torch"))
     monkeypatch.setitem(sys.modules, "keras", keras)
-    with pytest.raises(SettingError, match="the backend jax; Keras was imported with torch before"):
+    with pytest.raises(SettingError, match="Keras was already imported with torch"):
         choose_backend("jax")
 
 
@@ -132,7 +131,7 @@ def test_the_folder_is_tried_before_training(tmp_path):
     with pytest.raises(OutputError, match="/proc"):
         Outputs.at(Path("/proc/unisono")).check()
     (tmp_path / "taken" / "model.keras").mkdir(parents=True)
-    with pytest.raises(OutputError, match=r"model.keras is there and cannot be replaced"):
+    with pytest.raises(OutputError, match=r"model.keras exists and cannot be replaced"):
         Outputs.at(tmp_path / "taken").check()
     Outputs.at(tmp_path / "new" / "deep").check()
     assert list((tmp_path / "new" / "deep").iterdir()) == []
@@ -168,7 +167,7 @@ def test_a_program_without_a_file_has_no_processes(plain_python, tmp_path):
     here = {"FOLDER": str(tmp_path), "KERAS_BACKEND": os.environ["KERAS_BACKEND"]}
     done = plain_python(["-c", script, "--replicas", "2", "--data", "synthetic"], **here)
     assert done.returncode == 1
-    assert done.stderr.startswith("training: Asked for replicas in processes of their own")
+    assert done.stderr.startswith("training: Asked for replicas in separate processes")
 
 
 def test_begin_here(tmp_path):
@@ -183,7 +182,7 @@ def test_begin_here(tmp_path):
 @pytest.mark.parametrize("words", [["--replicas", "4"], ["--compare"]])
 def test_a_run_of_processes_has_its_replicas(words, monkeypatch, tmp_path):
     world = SimpleNamespace(size=2, is_chief=True)
-    monkeypatch.setattr("unisono.training.beginning.current_world", lambda: world)
+    monkeypatch.setattr("unisono.training.run.current_world", lambda: world)
     with pytest.raises(SettingError, match="in a run of 2 processes, each of which is one replica"):
         begin(**DEFAULTS, name="x", arguments=[*words, "--output", str(tmp_path)])
 

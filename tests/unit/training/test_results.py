@@ -4,8 +4,9 @@ import io
 
 import pytest
 
-from unisono.training import plot, tables
-from unisono.training.progress import Bar, clock
+from unisono.training import results
+from unisono.training.recorder import Bar
+from unisono.training.results import clock
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
@@ -43,7 +44,7 @@ FOUR = record(4, 380.0, [0.4, 0.7, 0.85])
 
 
 def test_the_small_table():
-    lines = [" ".join(line.split()) for line in tables.summary(FOUR).splitlines()]
+    lines = [" ".join(line.split()) for line in results.summary(FOUR).splitlines()]
     assert lines == [
         "4 replicas",
         "epochs 3",
@@ -57,33 +58,33 @@ def test_the_small_table():
 
 
 def test_two_side_by_side():
-    lines = [" ".join(line.split()) for line in tables.comparison(ONE, FOUR).splitlines()]
+    lines = [" ".join(line.split()) for line in results.comparison(ONE, FOUR).splitlines()]
     assert lines[0] == "1 replica 4 replicas"
     assert "best test accuracy 90.00% (epoch 2) 85.00% (epoch 3)" in lines
     assert "speed-up 3.80 x" in lines
     assert "efficiency 95%" in lines
-    assert lines[-1].startswith("Each CPU replica has cores of its own")
+    assert lines[-1].startswith("Each CPU replica has its own cores")
 
 
 def test_columns_are_aligned():
-    *rows, _ = tables.comparison(ONE, FOUR).splitlines()
+    *rows, _ = results.comparison(ONE, FOUR).splitlines()
     assert len({len(row) for row in rows}) == 1
 
 
 def test_gpus_need_no_note():
     gpus = record(4, 380.0, [0.4], devices=[{"kind": "gpu"}])
-    assert tables.comparison(ONE, gpus).splitlines()[-1].startswith("efficiency")
+    assert results.comparison(ONE, gpus).splitlines()[-1].startswith("efficiency")
 
 
 def test_a_training_of_one_epoch_counts_it():
-    assert tables.samples_per_s(record(1, 100.0, [0.5])) == 1.0
+    assert results.samples_per_s(record(1, 100.0, [0.5])) == 1.0
 
 
 @pytest.mark.parametrize("records", [[ONE], [ONE, FOUR], [record(1, 1.0, [0.5])]])
 def test_the_plot_is_a_picture_of_some_size(records, tmp_path):
     image = pytest.importorskip("PIL.Image")
     path = tmp_path / "plot.png"
-    plot.draw(records, path)
+    results.draw(records, path)
     assert path.read_bytes().startswith(PNG_SIGNATURE)
     with image.open(path) as picture:
         assert picture.width > 1000
@@ -91,7 +92,7 @@ def test_the_plot_is_a_picture_of_some_size(records, tmp_path):
 
 
 def test_the_plot_says_who_and_how_long():
-    assert plot._title([ONE, FOUR]) == (
+    assert results._title([ONE, FOUR]) == (
         "digits (jax): 1 replica in 1:15, 4 replicas in 1:15; the best epoch is marked"
     )
 

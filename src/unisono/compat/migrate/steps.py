@@ -1,18 +1,19 @@
-"""Statements that are taken out, and comments that are put in: what every step here shares."""
+"""The base class of all steps, which removes statements and adds remarks; small expressions."""
 
-from collections.abc import Sequence
+import ast
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import libcst as cst
 from libcst.metadata import QualifiedNameProvider, QualifiedNameSource
 
-from unisono.compat.migrate.remarks import MARK, comment_lines
+from unisono.compat.migrate.files import MARK, comment_lines
 
 _REMOVED = "unisono_removed"
 
 
 class Step(cst.CSTTransformer):
-    """A step of the migration, which may leave remarks above the statement that it is at."""
+    """A step of the migration; it can leave remarks above the current statement."""
 
     METADATA_DEPENDENCIES: ClassVar[tuple[Any, ...]] = (QualifiedNameProvider,)
 
@@ -21,7 +22,7 @@ class Step(cst.CSTTransformer):
         self._remarks: list[list[str]] = [[]]
 
     def remark(self, text: str) -> None:
-        """Leave a comment for a person, above the statement that is being visited."""
+        """Leave a comment for the user above the current statement."""
         if text not in self._remarks[-1]:
             self._remarks[-1].append(text)
 
@@ -41,7 +42,7 @@ class Step(cst.CSTTransformer):
         return cst.FlattenSentinel([_with_remarks(first, texts), *others])
 
     def dotted(self, node: cst.CSTNode) -> str | None:
-        """The imported name that an expression is for sure; None for all else."""
+        """The imported name that an expression refers to; None if that is not certain."""
         names = self.get_metadata(QualifiedNameProvider, node, set()) or set()
         if not names or any(name.source is not QualifiedNameSource.IMPORT for name in names):
             return None
@@ -65,7 +66,7 @@ class Step(cst.CSTTransformer):
 
 
 def removed(statement: cst.SimpleStatementLine) -> cst.SimpleStatementLine:
-    """A statement that will be gone, whose comments stay."""
+    """Mark a statement for removal; its comments stay."""
     return statement.with_changes(body=[cst.Expr(cst.Name(_REMOVED))])
 
 
@@ -83,7 +84,7 @@ def _is_name(node: cst.CSTNode, name: str) -> bool:
 def _settled(
     body: Sequence[Any], footer: Sequence[cst.EmptyLine]
 ) -> tuple[list[Any], Sequence[cst.EmptyLine]]:
-    """The statements without those removed; comments above these go to what follows."""
+    """The statements without the removed ones, whose comments move to the next statement."""
     kept: list[Any] = []
     carried: list[cst.EmptyLine] = []
     for statement in body:
@@ -120,3 +121,83 @@ def _with_remarks(statement: Any, texts: Sequence[str]) -> Any:
         cst.EmptyLine(comment=cst.Comment(line)) for text in new for line in comment_lines(text)
     ]
     return statement.with_changes(leading_lines=[*statement.leading_lines, *lines])
+
+
+_NO_SPACE = cst.AssignEqual(
+    whitespace_before=cst.SimpleWhitespace(""), whitespace_after=cst.SimpleWhitespace("")
+)
+
+
+def expression(source: str) -> cst.BaseExpression:
+    return cst.parse_expression(source)
+
+
+def source_of(node: cst.CSTNode) -> str:
+    return cst.Module([]).code_for_node(node)
+
+
+def dotted_name(node: cst.CSTNode) -> str:
+    """A dotted name without spaces around the dots."""
+    return source_of(node).replace(" ", "")
+
+
+def keyword(name: str, value: cst.BaseExpression) -> cst.Arg:
+    return cst.Arg(value, keyword=cst.Name(name), equal=_NO_SPACE)
+
+
+def call(function: str, *args: cst.Arg) -> cst.Call:
+    return cst.Call(expression(function), list(args))
+
+
+def literal(node: cst.CSTNode | None) -> Any:
+    """The value of a constant expression; Ellipsis for any other."""
+    if node is None:
+        return ...
+    try:
+        return ast.literal_eval(source_of(node))
+    except (ValueError, SyntaxError, TypeError, MemoryError):
+        return ...
+
+
+def text_like(node: cst.SimpleString, text: str) -> cst.SimpleString:
+    """Another string with the same quotes."""
+    return node.with_changes(value=f"{node.prefix}{node.quote}{text}{node.quote}")
+
+
+def bound(args: Sequence[cst.Arg], parameters: Sequence[str]) -> dict[str, cst.Arg] | None:
+    """The arguments by parameter name; None if they are not all known."""
+    found: dict[str, cst.Arg] = {}
+    for i, arg in enumerate(args):
+        if arg.star or (arg.keyword is None and i >= len(parameters)):
+            return None
+        name = arg.keyword.value if arg.keyword is not None else parameters[i]
+        if name in found:
+            return None
+        found[name] = arg
+    return found
+
+
+def named(args: Mapping[str, cst.Arg]) -> list[cst.Arg]:
+    """All arguments as keyword arguments."""
+    return [
+        arg
+        if arg.keyword is not None and arg.keyword.value == name
+        else arg.with_changes(keyword=cst.Name(name), equal=_NO_SPACE)
+        for name, arg in args.items()
+    ]
+
+
+def without_last_comma(args: Sequence[cst.Arg], like: Sequence[cst.Arg]) -> list[cst.Arg]:
+    """Arguments with the trailing comma of `like`."""
+    if not args:
+        return []
+    last = like[-1].comma if like else cst.MaybeSentinel.DEFAULT
+    middle = [
+        arg.with_changes(
+            comma=cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+            if isinstance(arg.comma, cst.MaybeSentinel)
+            else arg.comma
+        )
+        for arg in args[:-1]
+    ]
+    return [*middle, args[-1].with_changes(comma=last)]
