@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from unisono.backends.jax.settings import JaxSettings
+from unisono.backends.jax.devices import JaxSettings
 from unisono.backends.tensorflow.settings import TensorFlowSettings
 from unisono.backends.torch.settings import TorchSettings
 from unisono.devices import Grant, Policy, grant_of, select, set_policy

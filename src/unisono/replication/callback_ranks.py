@@ -59,7 +59,7 @@ def for_rank(callbacks: Sequence[Any], world: World) -> list[Any]:
             bind(callback, "_save_model", _nothing)
             bind(callback, "on_train_end", _nothing)
         elif _is_orbax_on_jax(callback):
-            importlib.import_module("unisono.backends.jax.orbax").save_together(callback)
+            importlib.import_module("unisono.backends.jax.state").save_together(callback)
     return [each for each in callbacks if world.is_chief or not is_chief_only(each)]
 
 
