@@ -647,14 +647,14 @@ TABLE = [
     # -- Keras, on every backend ---------------------------------------------------------------
     Name(
         "_flatten_layers",
-        "batch_norm, parts, jax_kernels, tensorflow_kernels, torch_kernels, torch_replicas, "
+        "batch_norm, parts, jax.cpu_layers, tensorflow_kernels, torch_kernels, torch_replicas, "
         "torch_world_replicas",
         "to find the layers of nested models",
         lambda model: norm_of(model) is model.layers[0].layers[1],
     ),
     Name(
         "keras.layers:Conv2D.convolution_op",
-        "jax_kernels, tensorflow_kernels, torch_kernels",
+        "jax.cpu_layers, tensorflow_kernels, torch_kernels",
         "to tell a convolution that is as Keras wrote it, and to compute it in another way on JAX",
         lambda model: (
             takes(keras.layers.Conv2D.convolution_op, "inputs", "kernel")
@@ -681,13 +681,13 @@ TABLE = [
     ),
     Name(
         "_reduction_axes",
-        "batch_norm, jax_batch_norm",
+        "batch_norm, jax.batch_norm",
         "as the axes of the moments",
         lambda model: list(norm_of(model)._reduction_axes) == [0],
     ),
     Name(
         "_moments",
-        "batch_norm, jax_batch_norm, tensorflow_kernels",
+        "batch_norm, jax.batch_norm, tensorflow_kernels",
         "to replace a layer's moments by those of the global batch",
         lambda model: (
             takes(norm_of(model)._moments, "inputs", "mask") and is_used_in_call(norm_of(model))
@@ -859,7 +859,7 @@ TABLE = [
     Name("_value", "all engines", "to give a variable copies on other devices", swaps_value),
     Name(
         "train_function",
-        "jax_engine, tensorflow_engine",
+        "jax.trainer, tensorflow_engine",
         "to have steps traced again for other devices",
         lambda model: (
             {"train_function", "test_function", "predict_function"} <= set(vars(model))
@@ -875,10 +875,9 @@ TABLE = [
     ),
     Name(
         "predict_step",
-        "tensorflow_engine, torch_replicas, torch_world_replicas",
+        "jax.trainer, tensorflow_engine, torch_replicas, torch_world_replicas",
         "to predict each replica's rows",
         is_read_from_instance("predict_step"),
-        ("tensorflow", "torch"),
     ),
     Name(
         "keras._tf_keras.keras.preprocessing.image:ImageDataGenerator",
@@ -894,21 +893,21 @@ TABLE = [
     # -- JAX -----------------------------------------------------------------------------------
     Name(
         "jax._src:distributed",
-        "jax_world",
+        "jax.internals",
         "to join a run whose service lives in a process of its own",
         keeps_its_run,
         JAX,
     ),
     Name(
         "jax._src.lib:_jax",
-        "jax_world, jax_service",
+        "jax.internals",
         "as the parts that JAX joins a run by",
         joins_by_hand,
         JAX,
     ),
     Name(
         "jax._src.xla_bridge:register_backend_factory",
-        "jax_world",
+        "jax.internals",
         "to have the CPU's collectives listen on one address",
         registers_backends,
         JAX,
@@ -1039,14 +1038,14 @@ TABLE = [
     ),
     Name(
         "jax._src.array:ArrayImpl",
-        "jax_world_mesh",
+        "jax.internals",
         "to make an array of one device that JAX may move",
         makes_arrays_that_are_not_committed,
         JAX,
     ),
     Name(
         "_save_checkpoint",
-        "jax_orbax",
+        "jax.state",
         "to have Orbax save arrays of the whole mesh",
         lambda model: callable(keras.callbacks.OrbaxCheckpoint._save_checkpoint),
         JAX,
@@ -1060,14 +1059,14 @@ TABLE = [
     ),
     Name(
         "keras.src.trainers.data_adapters.array_data_adapter:ArrayDataAdapter",
-        "jax_world_replicas",
+        "jax.trainer",
         "to build a model by a first batch of arrays",
         slices_batches,
         JAX,
     ),
     Name(
         "keras.src.trainers.data_adapters.data_adapter_utils:unpack_x_y_sample_weight",
-        "jax_world_replicas",
+        "jax.trainer",
         "to take the inputs out of a batch",
         lambda model: (
             lookup("keras.src.trainers.data_adapters.data_adapter_utils:unpack_x_y_sample_weight")(
@@ -1079,7 +1078,7 @@ TABLE = [
     ),
     Name(
         "_get_jax_state",
-        "jax_engine, jax_world_replicas",
+        "jax.trainer",
         "to leave the values in the variables while a step runs",
         lambda model: (
             takes(
@@ -1110,7 +1109,7 @@ TABLE = [
     ),
     Name(
         "_make_function",
-        "jax_engine, horovod",
+        "jax.trainer, horovod",
         "to lay each step's data and state out over the devices",
         lambda model: (
             # Since Keras 3.16 it compiles the step, with `out_shardings`.
@@ -1132,14 +1131,14 @@ TABLE = [
     ),
     Name(
         "_jax_state_synced",
-        "jax_engine",
+        "jax.state",
         "to say that the variables are never behind",
         lambda model: model._jax_state_synced is True and takes(model.jax_state_sync),
         JAX,
     ),
     Name(
         "jax._src:xla_bridge",
-        "jax_settings",
+        "jax.internals",
         "to ask whether JAX has started, without starting it",
         asks_whether_started,
         JAX,
@@ -1181,7 +1180,7 @@ TABLE = [
     ),
     Name(
         "jax_num_cpu_devices",
-        "jax_engine",
+        "jax.devices",
         "to set the number of CPU devices, after a restart if need be",
         lambda model: (
             isinstance(lookup("jax:config").jax_num_cpu_devices, int)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from unisono.backends.jax.internals import has_started
 from unisono.devices import Grant, Policy, has_cuda_started
 
 if TYPE_CHECKING:
@@ -97,14 +98,6 @@ class JaxFramework:
         return kind is not None and isinstance(callback, kind)
 
     def save_collectively(self, callback: Any) -> None:
-        from unisono.backends.jax.orbax import save_together
+        from unisono.backends.jax.state import save_together
 
         save_together(callback)
-
-
-def has_started() -> bool:
-    """Whether JAX has started its devices; it has to be imported."""
-    # There is no public question for this; jax.config.update only answers by raising.
-    from jax._src import xla_bridge
-
-    return bool(xla_bridge.backends_are_initialized())

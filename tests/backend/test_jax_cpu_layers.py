@@ -1,4 +1,6 @@
-"""Layers for images on XLA's CPU kernels: what Keras' own ways give, and their gradients."""
+"""Replaced CPU layers give what Keras' own computations give, and so do their gradients."""
+
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -9,18 +11,17 @@ from twins import BACKEND
 import unisono
 
 if BACKEND != "jax":
-    pytest.skip("JAX's kernels", allow_module_level=True)
+    pytest.skip("JAX's CPU layers", allow_module_level=True)
 
 import jax
 
-from unisono.backends.jax.cpu_layers import leave_kernels, use_kernels
+from unisono.backends.jax.cpu_layers import KNOWN, replace_layers
+from unisono.devices import cpu_layers
 
 
-def with_kernels(layer):
-    """The layer, which computes by them from now on, and a model that holds it."""
-    model = keras.Sequential([layer])
-    use_kernels(model, num_replicas=2)
-    return layer, model
+def replaced(layer):
+    replace_layers(keras.Sequential([layer]), KNOWN, num_replicas=2)
+    return layer
 
 
 IMAGE_LAYERS = {
@@ -67,7 +68,7 @@ def test_images_as_keras_has_them(kind):
         layer.build(x.shape)
         return found(change(layer), x)
 
-    for mine, right in zip(of(lambda c: with_kernels(c)[0]), of(lambda c: c), strict=True):
+    for mine, right in zip(of(replaced), of(lambda c: c), strict=True):
         np.testing.assert_allclose(mine, right, atol=1e-6 * np.abs(right).max(), rtol=0)
 
 
@@ -75,7 +76,7 @@ def test_changes_forwards_and_gradients_of_gradients():
     x = np.random.default_rng(0).normal(size=(2, 6, 6, 2)).astype("float32")
     change = np.ones_like(x)
     plain = layers.MaxPooling2D(3, strides=2)
-    ours, _ = with_kernels(layers.MaxPooling2D(3, strides=2))
+    ours = replaced(layers.MaxPooling2D(3, strides=2))
 
     def curvature(layer):
         value = lambda x: wavy_sum(layer(x))  # noqa: E731
@@ -88,37 +89,49 @@ def test_changes_forwards_and_gradients_of_gradients():
 
 def test_a_window_larger_than_the_image_is_left_to_keras():
     x = np.ones((1, 3, 3, 1), "float32")
-    layer, _ = with_kernels(layers.MaxPooling2D(4))
+    layer = replaced(layers.MaxPooling2D(4))
     assert layer(x).shape == layers.MaxPooling2D(4)(x).shape
 
 
-def test_a_class_with_its_own_way_keeps_it():
+def test_a_class_with_its_own_call_keeps_it():
     class Own(layers.MaxPooling2D):
         def call(self, inputs):
             return inputs + 1.0
 
-    own, _ = with_kernels(Own())
+    own = replaced(Own())
     assert np.all(np.asarray(own(np.ones((1, 2, 2, 1), "float32"))) == 2.0)
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_a_model_uses_them_and_gives_them_back(replicas):
+def test_conv3d_is_left_alone():
+    layer = replaced(layers.Conv3D(1, 1))
+    assert "convolution_op" not in vars(layer)
+
+
+HOOKS = ["convolution_op", "call", "_moments"]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "switch", "expected"),
+    [
+        ("unisono", "", HOOKS),
+        ("unisono", "max_pool", HOOKS[1:]),
+        ("unisono", "0", HOOKS[2:]),
+        ("none", "1", HOOKS[2:]),
+    ],
+)
+def test_only_processes_of_unisono_run_replace_layers(monkeypatch, launcher, switch, expected):
+    monkeypatch.setattr(cpu_layers, "topology", lambda: SimpleNamespace(launcher=launcher))
+    monkeypatch.setenv(cpu_layers.SWITCH, switch)
     kinds = [layers.Conv2D(2, 1), layers.MaxPooling2D(2), layers.BatchNormalization()]
     net = keras.Sequential([keras.Input((4, 4, 2)), *kinds])
-    unisono.parallel(net, replicas=replicas)
+    unisono.parallel(net, replicas=2)
     net.compile("sgd", "mse")
     x = np.random.default_rng(0).normal(size=(6, 4, 4, 2)).astype("float32")
     net.fit(x, x[:, ::2, ::2], batch_size=6, verbose=0)
-    convolution, pooling, norm = net.layers
-    assert ("convolution_op" in vars(convolution)) == (replicas > 1)
-    hooks = [(convolution, "convolution_op"), (pooling, "call"), (norm, "_moments")]
-    assert all(name in vars(layer) for layer, name in hooks[1:])
+
+    def found():
+        return [name for name, layer in zip(HOOKS, net.layers, strict=True) if name in vars(layer)]
+
+    assert found() == expected
     unisono.release(net)
-    assert not any(name in vars(layer) for layer, name in hooks)
-
-
-def test_layers_that_do_not_change_are_left_alone():
-    layer, model = with_kernels(layers.Conv3D(1, 1))
-    assert "convolution_op" not in vars(layer)
-    leave_kernels(model)
-    assert layer(np.ones((1, 2, 2, 2, 1), "float32")).shape == (1, 2, 2, 2, 1)
+    assert found() == []
