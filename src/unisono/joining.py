@@ -23,6 +23,12 @@ from unisono.topology import JOINED, Topology, is_slurm_task, settle, topology
 from unisono.versions import check_versions
 
 _START_TIMEOUT_S = 300.0
+# By framework: the module of its backend that has `join`.
+_MODULES = {
+    "jax": "jax.distributed",
+    "tensorflow": "tensorflow.distributed",
+    "torch": "torch.process_group",
+}
 
 
 def join() -> World | None:
@@ -54,7 +60,7 @@ def join() -> World | None:
         # One run of W&B for all processes. `wandb.init(mode=...)` still opens one in each.
         os.environ["WANDB_MODE"] = "disabled"
     after_import("keras", lambda keras: _prepare_keras(keras, world))
-    for framework in ("jax", "tensorflow", "torch"):
+    for framework in _MODULES:
         after_import(framework, functools.partial(_join_backend, framework, world))
     return world
 
@@ -115,4 +121,4 @@ def _prepare_keras(keras: Any, world: World) -> None:
 def _join_backend(framework: str, world: World, module: Any) -> None:
     if keras_backend() == framework and world.is_ours:
         check_versions(framework)
-        importlib.import_module(f"unisono.backends.{framework}.distributed").join(world)
+        importlib.import_module(f"unisono.backends.{_MODULES[framework]}").join(world)
