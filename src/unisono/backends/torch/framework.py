@@ -68,7 +68,7 @@ class TorchFramework:
     # -- joining a run -------------------------------------------------------------------------
 
     def join(self, world: "World") -> None:
-        from unisono.backends.torch.distributed import join
+        from unisono.backends.torch.process_group import join
 
         join(world)
 
