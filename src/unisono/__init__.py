@@ -1,14 +1,10 @@
 """Train a Keras 3 model on many devices with one call, with the result of one device."""
 
 import importlib as _importlib
-import os as _os
 import warnings as _warnings
 from typing import Any as _Any
 
-from unisono.checks import check_replicas
-from unisono.configuration import configure
 from unisono.devices import Device, devices
-from unisono.devices.host_memory import keep_freed_memory as _keep_freed_memory
 from unisono.errors import (
     ConfigurationError,
     DataError,
@@ -19,9 +15,8 @@ from unisono.errors import (
     UnisonoError,
     WorkerError,
 )
-from unisono.imports import keras_backend as _keras_backend
 from unisono.joining import join as _join
-from unisono.parallel import parallel, release
+from unisono.parallel import check_replicas, configure, parallel, release
 from unisono.placement import device, log_placement, where
 from unisono.reserve import reserve as _reserve
 from unisono.spawn import spawn
@@ -30,12 +25,11 @@ from unisono.topology import Topology, topology
 
 __version__ = "0.1.0"
 
-_keep_freed_memory(_os.environ, in_one_heap=_keras_backend() == "jax")
 _join()
 _reserve()
 
-# They come when they are asked for: some import Keras, which a program may want to set up first.
-_LATE_ROOMS = ("callbacks", "compat", "schedules")
+# Imported at their first use: some import Keras, which a program may want to set up first.
+_LAZY_MODULES = ("callbacks", "compat", "schedules")
 
 
 # Exported by earlier releases; these classes are in `unisono.errors`.
@@ -56,7 +50,7 @@ _OLD_ERRORS = (
 
 
 def __getattr__(name: str) -> _Any:
-    if name in _LATE_ROOMS:
+    if name in _LAZY_MODULES:
         return _importlib.import_module(f"{__name__}.{name}")
     if name in _OLD_ERRORS:
         found = getattr(_importlib.import_module("unisono.errors"), name)

@@ -1,19 +1,25 @@
-"""What is imported and what will be: Keras' backend, and work to do once a framework is there.
+"""Imports of frameworks: Keras' backend, tested versions, and actions right after an import.
 
-Some settings can only be made on an imported framework, and have to be made before it is used.
-The import itself is the moment for them. No framework is imported here, and no name is patched.
+Some settings can only be made on an imported framework, and have to be made before it is used, so
+they are made when it is imported. No framework is imported here, and no name is patched.
 """
 
-import importlib.abc
 import importlib.util
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from unisono.errors import ConfigurationError
+
+ANY_VERSION = "UNISONO_ANY_VERSION"
+# The newest that all tests passed with; later patches of these are accepted as well.
+_TESTED = {"keras": (3, 15), "jax": (0, 10), "tensorflow": (2, 21), "torch": (2, 13)}
 
 Action = Callable[[Any], None]
 
@@ -45,8 +51,28 @@ def keras_backend() -> str:
         return "tensorflow"
 
 
-class _AfterImport(importlib.abc.MetaPathFinder):
-    """Waits for a module to be imported, and goes once it has been."""
+def check_versions(*frameworks: str) -> None:
+    """Raise ConfigurationError where an imported framework is newer than those that were tested.
+
+    Backends use names that no framework promises to keep, so a newer release may compute something
+    else without an error. A bound among the dependencies would be final; this one is not.
+    """
+    if os.environ.get(ANY_VERSION, "0") not in ("", "0"):
+        return
+    for name in frameworks:
+        version = str(getattr(sys.modules.get(name), "__version__", ""))
+        found = re.match(r"(\d+)\.(\d+)", version)
+        major, minor = _TESTED[name]
+        if found is not None and tuple(map(int, found.groups())) > (major, minor):
+            raise ConfigurationError(
+                f"Found {name} {version}; unisono was tested with {name} up to {major}.{minor}: "
+                f'a newer one may train wrongly without an error. Install "{name}<{major}.'
+                f'{minor + 1}", or a newer unisono, or set {ANY_VERSION}=1 to try it as it is.'
+            )
+
+
+class _AfterImport:
+    """A finder on `sys.meta_path` that removes itself once its module is imported."""
 
     def __init__(self, name: str, action: Action) -> None:
         self.name = name
@@ -57,7 +83,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != self.name:
             return None
-        # Being asked is not yet an import: programs look whether a framework is there.
+        # A search is not yet an import: programs look whether a framework is installed.
         place = sys.meta_path.index(self)
         sys.meta_path.remove(self)
         try:
@@ -65,11 +91,11 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         finally:
             sys.meta_path.insert(place, self)
         if spec is not None and spec.loader is not None:
-            spec.loader = _ThenAct(spec.loader, self)
+            spec.loader = _ThenAct(spec.loader, self)  # type: ignore[assignment]
         return spec
 
 
-class _ThenAct(importlib.abc.Loader):
+class _ThenAct:
     """A module's own loader, followed by the actions that wait for it."""
 
     def __init__(self, loader: Any, finder: _AfterImport) -> None:
@@ -82,7 +108,7 @@ class _ThenAct(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         sys.meta_path.remove(self._finder)
-        # The module must look, to itself too, as if its own loader did all of it.
+        # The module must look as if its own loader had loaded it.
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader

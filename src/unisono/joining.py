@@ -1,43 +1,52 @@
 """Join the run that this process was started for, on `import unisono`.
 
-Frameworks refuse to join once they have started, and building a model starts them. So the line to
-the other processes is made at once, and the backend's engine joins right after its framework is
+Frameworks refuse to join once they have started, and building a model starts them. So the
+connection to the rendezvous server is made at once, and a framework joins right after it is
 imported, before a program can use it.
 """
 
 import functools
-import importlib
 import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from unisono.backends import FRAMEWORKS, load_framework
 from unisono.errors import LaunchError
-from unisono.imports import after_import, keras_backend
-from unisono.launch.client import World, current_world, enter
-from unisono.launch.plan import start_timeout_s
+from unisono.imports import after_import, check_versions, keras_backend
 from unisono.launch.preemption_signal import PREEMPTION_SIGNAL, handle_signals
-from unisono.launch.wire import SECRET
 from unisono.topology import JOINED, Topology, is_slurm_task, settle, topology
-from unisono.versions import check_versions
+
+# The client of a run is imported by those who join one: `import unisono` is to be quick.
+if TYPE_CHECKING:
+    from unisono.launch.client import World
 
 
-def join() -> World | None:
+def join() -> None:
     """Join the run of several processes that this one belongs to, if there is one."""
     if is_command(sys.orig_argv):
-        return None  # A launcher of ours that another one started on each node, say.
+        return  # `unisono run` itself, say, which another launcher started on each node.
     facts = _fitted(topology())
     _listen(facts)
-    if facts.world_size == 1 or current_world() is not None:
-        return current_world()
+    if facts.world_size > 1:
+        _join_world(facts)
+
+
+def _join_world(facts: Topology) -> None:
+    from unisono.launch.client import World, current_world, enter
+    from unisono.launch.plan import start_timeout_s
+    from unisono.launch.wire import SECRET
+
+    if current_world() is not None:
+        return
     timeout_s = start_timeout_s(os.environ)
     if facts.launcher == "unisono":
         secret = os.environ.get(SECRET, "")
         if not facts.coordinator or not secret:
             raise LaunchError(
-                f"This process is rank {facts.rank} of {facts.world_size}, but was not told where "
-                "the others meet. Start it with `unisono run`, which sets all of its variables."
+                f"This process is rank {facts.rank} of {facts.world_size}, but has no address of "
+                "the rendezvous server. Start it with `unisono run`, which sets all variables."
             )
     else:
         # Only here: a program that runs alone has no use for a server.
@@ -51,24 +60,27 @@ def join() -> World | None:
     if not world.is_chief:
         # One run of W&B for all processes. `wandb.init(mode=...)` still opens one in each.
         os.environ["WANDB_MODE"] = "disabled"
-    after_import("keras", lambda keras: _prepare_keras(keras, world))
-    for framework in ("jax", "tensorflow", "torch"):
-        after_import(framework, functools.partial(_join_backend, framework, world))
-    return world
+    after_import("keras", lambda keras: _join_keras(world))
+    for name in FRAMEWORKS:
+        after_import(name, functools.partial(_join_framework, name, world))
 
 
 def _fitted(facts: Topology) -> Topology:
-    """The place of a task of Slurm's, once it is clear that tasks and GPUs fit; or its end."""
-    if facts.launcher != "slurm" or current_world() is not None:
+    """The topology of a Slurm task, once tasks and GPUs are known to fit; a surplus task ends."""
+    if facts.launcher != "slurm":
         return facts
+    from unisono.launch.client import current_world
     from unisono.slurm.step import fit_ranks, read_step
+
+    if current_world() is not None:
+        return facts
 
     step = read_step(os.environ)
     assert step is not None
     try:
         fitted, remark = fit_ranks(facts, step)
     except LaunchError as error:
-        # Said once for a node, and without the traceback that each of its tasks would print.
+        # Printed once per node, without the traceback that each of its tasks would print.
         raise SystemExit(f"unisono: {error}" if step.task == 0 else 1) from error
     if remark and step.is_first:
         print(f"unisono: {remark}", file=sys.stderr, flush=True)
@@ -78,7 +90,7 @@ def _fitted(facts: Topology) -> Topology:
 
 
 def _listen(facts: Topology) -> None:
-    """Take signals for warnings where somebody may send them as such."""
+    """Handle preemption signals where a launcher or a cluster may send them."""
     if facts.launcher == "unisono":
         handle_signals(PREEMPTION_SIGNAL)
     if is_slurm_task(os.environ):
@@ -102,15 +114,17 @@ def is_command(words: Sequence[str]) -> bool:
     return False
 
 
-def _prepare_keras(keras: Any, world: World) -> None:
+def _join_keras(world: "World") -> None:
     check_versions("keras")
+    from unisono.replication.random_state import set_seed
+
     # Models that the processes build then begin alike, and their data is shuffled alike.
-    importlib.import_module("unisono.replication.seeds").set_seed(world.seed)
-    if keras_backend() == "torch" and world.is_ours:
-        importlib.import_module("unisono.backends.torch.native_optimizers").hook_for_good(world)
+    set_seed(world.seed)
+    if world.is_ours:
+        load_framework().join_keras(world)
 
 
-def _join_backend(framework: str, world: World, module: Any) -> None:
-    if keras_backend() == framework and world.is_ours:
-        check_versions(framework)
-        importlib.import_module(f"unisono.backends.{framework}.distributed").join(world)
+def _join_framework(name: str, world: "World", module: Any) -> None:
+    if keras_backend() == name and world.is_ours:
+        check_versions(name)
+        load_framework(name).join(world)

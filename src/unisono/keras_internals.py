@@ -1,12 +1,50 @@
-"""What differs between the supported releases of Keras: looked for, not compared by version."""
+"""Every private name of Keras that `fit`, `replication`, `data` and `checkpoint` use.
+
+When Keras renames one of them, this is the file to edit: where releases differ, both names are
+looked for instead of comparing versions. tests/backend/test_keras_names.py checks each name.
+"""
 
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 import keras
+from keras.src import backend as keras_backend
+from keras.src.backend.common.global_state import get_global_attribute, set_global_attribute
+from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
+from keras.src.trainers.data_adapters.array_data_adapter import can_convert_arrays
+from keras.src.utils import is_default
+from keras.src.utils.rng_utils import GLOBAL_RANDOM_SEED
 
 from unisono.hooks import original
+
+__all__ = ["INITIAL_EPOCH", "can_convert_arrays", "is_default"]
+
+INITIAL_EPOCH = "_initial_epoch"
+"""The attribute of a model that `BackupAndRestore` sets to where training goes on."""
+
+
+# -- random numbers -------------------------------------------------------------------------------
+
+
+def set_global_seed(seed: int) -> None:
+    """Seed what Keras functions without a seed draw from."""
+    set_global_attribute(GLOBAL_RANDOM_SEED, seed)
+    set_global_attribute(GLOBAL_SEED_GENERATOR, None)  # Keras makes it anew from the seed.
+
+
+def global_seed_state() -> Any:
+    """The variable of Keras' global seed generator, or None before it is first used."""
+    generator = get_global_attribute(GLOBAL_SEED_GENERATOR)
+    return None if generator is None else generator.state
+
+
+def random_module() -> Any:
+    """The backend's module whose functions `keras.random` calls."""
+    return keras_backend.random
+
+
+# -- differences between releases -----------------------------------------------------------------
 
 
 def torch_device() -> str:
@@ -86,12 +124,10 @@ def own_metrics_result(model: Any) -> Any:
     """A model's `get_metrics_result` of what this process has.
 
     Since 3.16 Keras on torch sums metrics over the processes of `torch.distributed`, if a program
-    has initialized it; replicas have done so already.
+    has initialized it; replicas have done so already. The trainers' common base class does not.
     """
     plain = type(model).get_metrics_result
-    is_keras = plain is keras.Model.get_metrics_result
-    if is_keras and keras.backend.backend() == "torch":
+    if plain is keras.Model.get_metrics_result:
         base = keras.src.trainers.trainer
-        plain = getattr(base, "BaseTrainer", None) or base.Trainer
-        plain = plain.get_metrics_result
+        plain = (getattr(base, "BaseTrainer", None) or base.Trainer).get_metrics_result
     return plain(model)

@@ -1,25 +1,31 @@
-"""The public call: put a model on every device of this machine, in place."""
+"""The public calls on a model: make it parallel, compare its replicas, give it back.
 
-import os
-import warnings
+`configure` limits what they may use of the machine. Keras is imported where a model is at hand.
+"""
+
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from unisono.backends import Adopted, load_backend
-from unisono.data.shards import nearest_divisible
-from unisono.devices import Placement, choose, choose_own, simulated_gpus, warn_of_cores
-from unisono.devices.host_memory import is_kept
-from unisono.errors import ModelError, StrategyError
-from unisono.hooks import bind, original, unbind
-from unisono.launch.client import current_world
-from unisono.launch.preemption_signal import is_handling_signals
-from unisono.monitor.events import runs_folder
+from unisono.backends import ReplicatedModel, load_backend, load_framework
+from unisono.backends.settings import apply_policy
+from unisono.devices import (
+    Placement,
+    choose,
+    choose_own,
+    current_policy,
+    describe,
+    simulated_gpus,
+    warn_of_cores,
+)
+from unisono.errors import DisagreementError, ModelError, StrategyError
+from unisono.hooks import unbind
 
 if TYPE_CHECKING:
     import keras
 
-_ADOPTED = "_unisono"
-_DISTRIBUTED = "_unisono_horovod"  # What unisono.horovod, a room above, keeps on an optimizer.
+_REPLICATED = "_unisono"
+_DISTRIBUTED = "_unisono_horovod"  # What unisono.horovod, a package above, keeps on an optimizer.
 
 
 def parallel(
@@ -52,30 +58,29 @@ def spread(
     model: "keras.Model", placement: Placement, *, sync_batch_norm: bool = True
 ) -> "keras.Model":
     """Train a model on devices that are chosen already: what `parallel` and its old names share."""
-    import keras
-
-    from unisono.checkpoint.saving import protect_saves
+    from unisono.fit import bind_calls
 
     check_model(model)
     _check_optimizer(model)
-    engine = load_backend(keras.backend.backend())
-    before: Adopted | None = vars(model).get(_ADOPTED)
-    if before is not None:
-        if (before.placement, before.sync_batch_norm) == (placement, sync_batch_norm):
-            return model
-        engine.prepare(placement)
-        release(model)
-    else:
-        engine.prepare(placement)
-    vars(model)[_ADOPTED] = engine.adopt(model, placement, sync_batch_norm=sync_batch_norm)
-    protect_saves(model)
-    _watch_fits(model, placement)
-    _announce_at_first_fit(model, placement, engine.backend)
+    backend = load_backend()
+    before = replicated_model(model)
+    if before is not None and (before.placement, before.sync_batch_norm) == (
+        placement,
+        sync_batch_norm,
+    ):
+        return model
+    backend.prepare(placement)
+    release(model)
+    replicated = backend.replicate(model, placement, sync_batch_norm=sync_batch_norm)
+    vars(model)[_REPLICATED] = replicated
+    bind_calls(model, replicated, load_framework())
     return model
 
 
 def place(*, replicas: int | None, gpus: int | Sequence[int] | None) -> Placement:
     """The devices that a request means: this machine's, or this process' own in a run of more."""
+    from unisono.launch.client import current_world
+
     world = current_world()
     if world is None:
         placement = choose(replicas=replicas, gpus=gpus, num_visible_gpus=count_gpus())
@@ -93,32 +98,96 @@ def release(model: "keras.Model") -> "keras.Model":
     True
     """
     check_model(model, "release")
-    adopted = adopted_as(model)
-    if adopted is not None:
-        from unisono.checkpoint.saving import SAVES
+    replicated = replicated_model(model)
+    if replicated is not None:
+        from unisono.fit import unbind_calls
 
-        adopted.release()
-        unbind(model, _ADOPTED, "fit", *SAVES)
+        replicated.release()
+        unbind(model, _REPLICATED)
+        unbind_calls(model)
     return model
+
+
+def check_replicas(model: "keras.Model") -> str:
+    """Compare every replica's copy of a model's weights and optimizer state, bit by bit.
+
+    Returns their common checksum; DisagreementError names the variable in which replicas differ.
+    In a run of several processes all of them must call it.
+
+    >>> import keras
+    >>> from unisono import parallel
+    >>> model = parallel(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]), replicas=2)
+    >>> len(check_replicas(model))
+    8
+    """
+    from unisono.launch.client import current_world
+
+    check_model(model, "check_replicas")
+    replicated = replicated_model(model)
+    world = current_world()
+    if replicated is not None:
+        names, replicas = replicated.variable_names(), replicated.checksums()
+    elif world is not None:
+        # A model of a custom training loop: every process has a copy.
+        from unisono.replication.checksums import names_of, own_checksums
+
+        names, replicas = names_of(model), [own_checksums(model)]
+    else:
+        raise ModelError(
+            "Asked to compare the replicas of a model that has none. Call unisono.parallel(model) "
+            "first."
+        )
+    if world is not None:
+        replicas = [one for own in world.all_gather("check_replicas", replicas) for one in own]
+    for replica, found in enumerate(replicas[1:], start=1):
+        pairs = zip(replicas[0], found, strict=False)
+        differing = [i for i, (first, other) in enumerate(pairs) if first != other]
+        if differing or len(found) != len(replicas[0]):
+            where = names[differing[0]] if differing else "their number"
+            raise DisagreementError(
+                f"Replica {replica} differs from replica 0 in {len(differing)} of {len(names)} "
+                f"variables, first in {where}. A value was changed on one replica only, outside "
+                "of a training step; change it everywhere, or on the chief, before the next step."
+            )
+    return f"{zlib.crc32(repr(replicas[0]).encode()):08x}"
+
+
+def configure(
+    gpus: int | Sequence[int] | str | None = None,
+    memory: str | float | None = None,
+    cpu_threads: int | None = None,
+) -> None:
+    """Limit what this process takes of the machine; call it at the top, before devices start.
+
+    `gpus` is a number, a list of ids, `"idle"` or `"idle:2"`, the two emptiest; the others are
+    hidden from every backend, and those left are counted from 0. `memory`, for each process on
+    each GPU, is `"grow"`, `"all"`, an amount such as `"8GiB"` or a share such as 0.5. Later calls
+    may add to what was set, and raise `DeviceError` where they contradict it.
+
+    >>> import unisono
+    >>> unisono.configure(memory="grow", cpu_threads=2)
+    """
+    before = current_policy()
+    policy = before.joined_with(describe(gpus, memory, cpu_threads))
+    if policy != before:
+        apply_policy(policy, before)
 
 
 def is_parallel(model: Any) -> bool:
     """Whether a model trains on replicas."""
-    return _ADOPTED in vars(model)
+    return _REPLICATED in vars(model)
 
 
-def adopted_as(model: Any) -> Adopted | None:
-    """What an engine keeps of a model that trains on replicas."""
-    adopted: Adopted | None = vars(model).get(_ADOPTED)
-    return adopted
+def replicated_model(model: Any) -> ReplicatedModel | None:
+    """What a backend keeps for a model that trains on replicas."""
+    replicated: ReplicatedModel | None = vars(model).get(_REPLICATED)
+    return replicated
 
 
 def count_gpus() -> int:
     """How many GPUs the chosen Keras backend sees here; simulated ones count."""
-    import keras
-
-    # Counting real ones starts a backend, so only ask where the answer matters.
-    return simulated_gpus() or load_backend(keras.backend.backend()).num_gpus()
+    # Counting real ones starts the devices, so only ask where the answer matters.
+    return simulated_gpus() or load_backend().num_gpus()
 
 
 def check_model(model: object, call: str = "parallel") -> None:
@@ -161,102 +230,3 @@ def _check_optimizer(model: Any) -> None:
             "would reduce its gradients. Leave out one: unisono.parallel splits a global batch, "
             "hvd.DistributedOptimizer trains each process on batches of its own."
         )
-
-
-def _watch_fits(model: Any, placement: Placement) -> None:
-    """Let each `fit` publish how it goes, give back memory, and make room when it is warned."""
-    from unisono.checkpoint.saving import protect_backups
-    from unisono.replication.fit_watch import LooksAtSteps, watched
-    from unisono.replication.memory_watch import GiveBack
-    from unisono.replication.preemption import MakeRoom
-    from unisono.replication.publishing import Publish
-
-    def watchers(callbacks: list[Any], given: dict[str, Any]) -> list[Any]:
-        protect_backups(callbacks)
-        is_told = any(hasattr(callback, "on_preempt") for callback in callbacks)
-        chosen: list[Any] = [MakeRoom(callbacks)] if is_handling_signals() or is_told else []
-        chosen += [callback.steps for callback in callbacks if isinstance(callback, LooksAtSteps)]
-        if is_kept(os.environ):
-            chosen.append(GiveBack())
-        if (folder := runs_folder(os.environ)) is not None:
-            batch = _global_batch(
-                given.get("x"), given.get("batch_size"), given.get("steps_per_epoch")
-            )
-            chosen.append(Publish(folder, batch, placement))
-        return chosen
-
-    bind(model, "fit", watched(vars(model).get("fit") or original(model, "fit"), watchers))
-
-
-def _announce_at_first_fit(model: Any, placement: Placement, backend: str) -> None:
-    fit_of_engine = vars(model).get("fit")
-
-    def fit(
-        x: Any = None, y: Any = None, batch_size: int | None = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        unbind(model, "fit")
-        if fit_of_engine is not None:
-            bind(model, "fit", fit_of_engine)
-        world = current_world()
-        if world is None or world.is_chief:
-            global_batch = _global_batch(x, batch_size, kwargs.get("steps_per_epoch"))
-            print(_announcement(backend, placement, global_batch), flush=True)
-            _warn_of_batch(global_batch, placement, backend)
-        return model.fit(x, y, batch_size, *args, **kwargs)
-
-    bind(model, "fit", fit)
-
-
-def _announcement(backend: str, placement: Placement, global_batch: int | None) -> str:
-    count = placement.num_replicas
-    noun = "replica" if count == 1 else "replicas"
-    line = f"unisono: {backend}, {count} {noun} on {placement}; global batch "
-    if global_batch is None:
-        return line + f"as the data yields it, 1/{count} of it per replica"
-    if global_batch % count == 0:
-        return line + f"{global_batch} = {count} x {global_batch // count} per replica"
-    return line + f"{global_batch}, about {global_batch / count:.1f} per replica"
-
-
-def _warn_of_batch(global_batch: int | None, placement: Placement, backend: str) -> None:
-    count = placement.num_replicas
-    if global_batch is None or global_batch % count == 0:
-        return
-    better = nearest_divisible(global_batch, count)
-    if global_batch < count:
-        warnings.warn(
-            f"A global batch of {global_batch} is smaller than the {count} replicas, so replicas "
-            f"idle. Use a batch_size of {better} or more, or fewer replicas.",
-            stacklevel=4,
-        )
-    elif backend == "jax":
-        warnings.warn(
-            f"A global batch of {global_batch} does not divide by {count} replicas; on JAX every "
-            f"replica then computes all of it, which is exact but no faster. Use batch_size="
-            f"{better}.",
-            stacklevel=4,
-        )
-
-
-def _global_batch(x: Any, batch_size: int | None, steps_per_epoch: int | None) -> int | None:
-    """The global batch that `fit` will use, or None where only the data knows."""
-    from keras.src.trainers.data_adapters.array_data_adapter import can_convert_arrays
-
-    leaves = [leaf for leaf in _leaves(x) if not isinstance(leaf, str)]
-    if not leaves or not can_convert_arrays(x):
-        spec = getattr(x, "element_spec", None)
-        shapes = [leaf.shape for leaf in _leaves(spec) if getattr(leaf, "shape", None)]
-        found = shapes[0][0] if shapes else getattr(x, "batch_size", None)
-        return found if isinstance(found, int) else None
-    num_samples = next((leaf.shape[0] for leaf in leaves if len(leaf.shape)), None)
-    if num_samples is None:
-        return None
-    if not batch_size:
-        batch_size = -(-num_samples // steps_per_epoch) if steps_per_epoch else 32
-    return int(min(batch_size, num_samples))
-
-
-def _leaves(structure: Any) -> list[Any]:
-    import keras
-
-    return [leaf for leaf in keras.tree.flatten(structure) if leaf is not None]

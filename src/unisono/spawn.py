@@ -1,33 +1,23 @@
 """Run a function in one fresh process per replica of this machine.
 
-The process that asks is none of the replicas, so a notebook or a program with a model of its own
-is left as it is; it only runs the rendezvous server, on loopback.
+The calling process is none of the replicas, so a notebook or a program with a model of its own is
+left as it is; it only runs the rendezvous server of the run, on loopback.
 """
 
 import os
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unisono.devices import Placement, choose, current_policy, num_gpus, select, warn_of_cores
-from unisono.devices.cpu import num_cores
 from unisono.errors import StrategyError
 from unisono.imports import keras_backend
-from unisono.launch.client import current_world
-from unisono.launch.network import LOOPBACK, interface_of
-from unisono.launch.plan import (
-    Facts,
-    Resources,
-    assign_resources,
-    environment,
-    start_timeout_s,
-    timeout_s,
-)
-from unisono.launch.rendezvous import RendezvousServer
-from unisono.launch.wire import new_secret
-from unisono.launch.workers import Workers, collect
 from unisono.parallel import check_call
-from unisono.pickling import dumps
+
+# What starts processes is imported when it is used: `import unisono` is to be quick.
+if TYPE_CHECKING:
+    from unisono.launch.plan import Facts, Resources
+    from unisono.launch.rendezvous import RendezvousServer
 
 
 def spawn(
@@ -50,6 +40,11 @@ def spawn(
     ...
     unisono.errors.DeviceError: Asked for replicas=0. Give a whole number of at least 1.
     """
+    from unisono.launch.client import current_world
+    from unisono.launch.plan import timeout_s
+    from unisono.launch.rendezvous import RendezvousServer
+    from unisono.launch.wire import new_secret
+
     if current_world() is not None:
         raise StrategyError(
             "Asked to spawn processes in one of a run of several processes. Spawn them from a "
@@ -69,7 +64,10 @@ def spawn(
         server.close()
 
 
-def _run(task: bytes, placement: Placement, facts: Facts) -> list[Any]:
+def _run(task: bytes, placement: Placement, facts: "Facts") -> list[Any]:
+    from unisono.launch.plan import environment
+    from unisono.launch.workers import Workers, collect
+
     resources = _resources(placement)
     # The search path is not the one that this process was given, but the one it has now.
     given = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -86,7 +84,10 @@ def _run(task: bytes, placement: Placement, facts: Facts) -> list[Any]:
         workers.kill()
 
 
-def _facts(server: RendezvousServer, secret: str) -> Facts:
+def _facts(server: "RendezvousServer", secret: str) -> "Facts":
+    from unisono.launch.network import LOOPBACK, interface_of
+    from unisono.launch.plan import Facts, start_timeout_s, timeout_s
+
     return Facts(
         first_rank=0,
         world_size=server.size,
@@ -102,7 +103,10 @@ def _facts(server: RendezvousServer, secret: str) -> Facts:
     )
 
 
-def _resources(placement: Placement) -> list[Resources]:
+def _resources(placement: Placement) -> "list[Resources]":
+    from unisono.devices.cpu import num_cores
+    from unisono.launch.plan import assign_resources
+
     is_on_cpus = placement.kind == "cpu" and not placement.is_simulated
     return assign_resources(
         placement.num_replicas,
@@ -115,6 +119,8 @@ def _resources(placement: Placement) -> list[Resources]:
 
 
 def _pack(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
+    from unisono.pickling import dumps
+
     try:
         packed = dumps((function, tuple(args), dict(kwargs)))
     except Exception as error:

@@ -14,9 +14,8 @@ from typing import Any
 from unisono.backends import CustomLoop, load_backend
 from unisono.devices import Placement
 from unisono.errors import StrategyError
-from unisono.launch.client import World, current_world
+from unisono.hooks import Patch
 from unisono.parallel import check_call, is_parallel, place, spread
-from unisono.patches import Patch
 
 _innermost = threading.local()
 _last: "Strategy | None" = None
@@ -174,12 +173,16 @@ class DistributedDataset:
             )
 
     def __iter__(self) -> Iterator[Any]:
+        from unisono.data.feed import agree_on_batch
+        from unisono.launch.client import current_world
+
         self._loop.begin_epoch()
         world = current_world()
         for number, batch in enumerate(_batches(self._dataset), start=1):
             num_rows = _check_batched(batch)
             if world is not None:
-                _agree(world, number, batch, num_rows)
+                topic = f"batch {number} of a distributed data set"
+                agree_on_batch(world, topic, batch, num_rows)
             yield self._loop.split(batch, num_rows)
         if world is not None:
             world.all_gather("end of a distributed data set", None)
@@ -294,13 +297,6 @@ def _batches(dataset: Any) -> Iterator[Any]:
             )
         return (dataset[i] for i in range(dataset.num_batches))
     return iter(dataset)
-
-
-def _agree(world: World, number: int, batch: Any, num_rows: int) -> None:
-    """Processes that were given other batches say so, before one waits for another."""
-    from unisono.data.feed import agree_on_batch
-
-    agree_on_batch(world, f"batch {number} of a distributed data set", batch, num_rows)
 
 
 def _check_batched(batch: Any) -> int:

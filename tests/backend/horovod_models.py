@@ -1,4 +1,4 @@
-"""What the trainings of test_horovod.py have in common in all processes."""
+"""Data and models of test_horovod.py, the same in all processes."""
 
 import keras
 import numpy as np

@@ -16,10 +16,12 @@ FOLDER = Path(sys.argv[1])
 
 
 def own_rows(array):
-    """This process' part of every global batch, joined."""
-    share = GLOBAL_BATCH // size
+    """This process' shard of every global batch, concatenated."""
+    local_batch = GLOBAL_BATCH // size
     batches = np.split(array, len(array) // GLOBAL_BATCH)
-    return np.concatenate([batch[rank * share : (rank + 1) * share] for batch in batches])
+    return np.concatenate(
+        [batch[rank * local_batch : (rank + 1) * local_batch] for batch in batches]
+    )
 
 
 def train(optimizer, *, epochs=2, callbacks=(), compiled=None):

@@ -183,7 +183,7 @@ def is_lost() -> list[Any]:
         os.kill(os.getpid(), signal.SIGKILL)
     mesh = group._mesh
     start = time.monotonic()
-    from unisono.backends.jax.global_mesh import peers_watched
+    from unisono.backends.jax.mesh import peers_watched
 
     try:
         with peers_watched():

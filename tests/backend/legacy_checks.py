@@ -260,9 +260,9 @@ def check_sessions_are_their_settings():
         "config = tf.ConfigProto(device_count={'GPU': 1, 'CPU': 56})\n"
         "config.gpu_options.allow_growth = True\n"
     )
-    from unisono.compat.legacy import sessions
+    from unisono.compat.legacy import devices
 
-    asked = sessions._asked(names["config"])
+    asked = devices._asked(names["config"])
     assert asked == {"gpus": 1, "cpu_threads": 56, "memory": "grow"}
     told = raises(LegacyError, "runs a session", lambda: names["s"].run(1))
     assert "legacy_checks.py, line" in told

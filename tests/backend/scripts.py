@@ -48,7 +48,8 @@ def start(*arguments: str, cwd: Any = None, **changes: str) -> "subprocess.Popen
 
 def workers_of(pid: int) -> list[int]:
     """The living worker processes that a process has started."""
-    return [child for child in children_of(pid) if b"torch_worker" in _read(child, "cmdline")]
+    program = b"backends.torch.worker"
+    return [child for child in children_of(pid) if program in _read(child, "cmdline")]
 
 
 def children_of(pid: int) -> Iterator[int]:

@@ -366,9 +366,9 @@ def seeds_as_keras_does(model: Any) -> bool:
 
     keras.utils.set_random_seed(11)
     expected = drawn()
-    lookup("unisono.replication.seeds:set_seed")(12)
+    lookup("unisono.replication.random_state:set_seed")(12)
     others = drawn()
-    lookup("unisono.replication.seeds:set_seed")(11)
+    lookup("unisono.replication.random_state:set_seed")(11)
     return drawn() == expected and others[-1] != expected[-1]
 
 
@@ -647,14 +647,13 @@ TABLE = [
     # -- Keras, on every backend ---------------------------------------------------------------
     Name(
         "_flatten_layers",
-        "batch_norm, parts, jax_kernels, tensorflow_kernels, torch_kernels, torch_replicas, "
-        "torch_world_replicas",
+        "batch_norm, parts, cpu_layers, torch.model_copy",
         "to find the layers of nested models",
         lambda model: norm_of(model) is model.layers[0].layers[1],
     ),
     Name(
         "keras.layers:Conv2D.convolution_op",
-        "jax_kernels, tensorflow_kernels, torch_kernels",
+        "cpu_layers",
         "to tell a convolution that is as Keras wrote it, and to compute it in another way on JAX",
         lambda model: (
             takes(keras.layers.Conv2D.convolution_op, "inputs", "kernel")
@@ -663,7 +662,7 @@ TABLE = [
     ),
     Name(
         "pool_mode",
-        "torch_kernels",
+        "torch.cpu_layers",
         "to tell pooling by the largest from pooling by the mean",
         lambda model: (
             keras.layers.MaxPooling2D(2).pool_mode == "max"
@@ -681,13 +680,13 @@ TABLE = [
     ),
     Name(
         "_reduction_axes",
-        "batch_norm, jax_batch_norm",
+        "batch_norm, jax.batch_norm",
         "as the axes of the moments",
         lambda model: list(norm_of(model)._reduction_axes) == [0],
     ),
     Name(
         "_moments",
-        "batch_norm, jax_batch_norm, tensorflow_kernels",
+        "batch_norm, jax.batch_norm, tensorflow_kernels",
         "to replace a layer's moments by those of the global batch",
         lambda model: (
             takes(norm_of(model)._moments, "inputs", "mask") and is_used_in_call(norm_of(model))
@@ -701,7 +700,7 @@ TABLE = [
     ),
     Name(
         "_compile_loss",
-        "replication, torch_replicas",
+        "replication, torch.worker_pool",
         "to compute a loss on all rows",
         lambda model: (
             takes(model._compile_loss.call, "y_true", "y_pred", "sample_weight")
@@ -744,7 +743,7 @@ TABLE = [
     ),
     Name(
         "_compile_metrics",
-        "parts, torch_replicas",
+        "parts, torch.worker_pool",
         "to find the metrics that hold state",
         lambda model: [metric.name for metric in model._compile_metrics.metrics] == ["mae"],
     ),
@@ -783,7 +782,7 @@ TABLE = [
     ),
     Name(
         "_trainable_variables",
-        "step, torch_carry",
+        "step, torch.model_pickle",
         "as the variables that an optimizer was built for",
         lambda model: (
             list(map(id, model.optimizer._trainable_variables))
@@ -792,13 +791,13 @@ TABLE = [
     ),
     Name(
         "_trainable_variables_indices",
-        "parts, torch_carry",
+        "parts, torch.model_pickle",
         "to bring an optimizer's index up to date when variables get other keys",
         knows_indices_by_key,
     ),
     Name(
         "_var_key",
-        "tensorflow_engine, torch_carry",
+        "tensorflow_engine, torch.model_pickle",
         "as the key under which an optimizer knows a variable",
         has_signature("keras.optimizers:Optimizer._var_key", "variable"),
     ),
@@ -859,7 +858,7 @@ TABLE = [
     Name("_value", "all engines", "to give a variable copies on other devices", swaps_value),
     Name(
         "train_function",
-        "jax_engine, tensorflow_engine",
+        "jax.trainer, tensorflow_engine",
         "to have steps traced again for other devices",
         lambda model: (
             {"train_function", "test_function", "predict_function"} <= set(vars(model))
@@ -875,10 +874,9 @@ TABLE = [
     ),
     Name(
         "predict_step",
-        "tensorflow_engine, torch_replicas, torch_world_replicas",
+        "jax.trainer, tensorflow_engine, torch.trainer",
         "to predict each replica's rows",
         is_read_from_instance("predict_step"),
-        ("tensorflow", "torch"),
     ),
     Name(
         "keras._tf_keras.keras.preprocessing.image:ImageDataGenerator",
@@ -894,21 +892,21 @@ TABLE = [
     # -- JAX -----------------------------------------------------------------------------------
     Name(
         "jax._src:distributed",
-        "jax_world",
+        "jax.internals",
         "to join a run whose service lives in a process of its own",
         keeps_its_run,
         JAX,
     ),
     Name(
         "jax._src.lib:_jax",
-        "jax_world, jax_service",
+        "jax.internals",
         "as the parts that JAX joins a run by",
         joins_by_hand,
         JAX,
     ),
     Name(
         "jax._src.xla_bridge:register_backend_factory",
-        "jax_world",
+        "jax.internals",
         "to have the CPU's collectives listen on one address",
         registers_backends,
         JAX,
@@ -1039,14 +1037,14 @@ TABLE = [
     ),
     Name(
         "jax._src.array:ArrayImpl",
-        "jax_world_mesh",
+        "jax.internals",
         "to make an array of one device that JAX may move",
         makes_arrays_that_are_not_committed,
         JAX,
     ),
     Name(
         "_save_checkpoint",
-        "jax_orbax",
+        "jax.state",
         "to have Orbax save arrays of the whole mesh",
         lambda model: callable(keras.callbacks.OrbaxCheckpoint._save_checkpoint),
         JAX,
@@ -1060,14 +1058,14 @@ TABLE = [
     ),
     Name(
         "keras.src.trainers.data_adapters.array_data_adapter:ArrayDataAdapter",
-        "jax_world_replicas",
+        "jax.trainer",
         "to build a model by a first batch of arrays",
         slices_batches,
         JAX,
     ),
     Name(
         "keras.src.trainers.data_adapters.data_adapter_utils:unpack_x_y_sample_weight",
-        "jax_world_replicas",
+        "jax.trainer",
         "to take the inputs out of a batch",
         lambda model: (
             lookup("keras.src.trainers.data_adapters.data_adapter_utils:unpack_x_y_sample_weight")(
@@ -1079,7 +1077,7 @@ TABLE = [
     ),
     Name(
         "_get_jax_state",
-        "jax_engine, jax_world_replicas",
+        "jax.trainer",
         "to leave the values in the variables while a step runs",
         lambda model: (
             takes(
@@ -1110,7 +1108,7 @@ TABLE = [
     ),
     Name(
         "_make_function",
-        "jax_engine, horovod",
+        "jax.trainer, horovod",
         "to lay each step's data and state out over the devices",
         lambda model: (
             # Since Keras 3.16 it compiles the step, with `out_shardings`.
@@ -1132,14 +1130,14 @@ TABLE = [
     ),
     Name(
         "_jax_state_synced",
-        "jax_engine",
+        "jax.state",
         "to say that the variables are never behind",
         lambda model: model._jax_state_synced is True and takes(model.jax_state_sync),
         JAX,
     ),
     Name(
         "jax._src:xla_bridge",
-        "jax_settings",
+        "jax.internals",
         "to ask whether JAX has started, without starting it",
         asks_whether_started,
         JAX,
@@ -1181,7 +1179,7 @@ TABLE = [
     ),
     Name(
         "jax_num_cpu_devices",
-        "jax_engine",
+        "jax.devices",
         "to set the number of CPU devices, after a restart if need be",
         lambda model: (
             isinstance(lookup("jax:config").jax_num_cpu_devices, int)
@@ -1406,7 +1404,7 @@ TABLE = [
     ),
     Name(
         "_default_value",
-        "torch_carry",
+        "torch.model_pickle",
         "to rebuild the tables of lookup layers in another process",
         keeps_default_of_tables,
         TORCH,
@@ -1431,14 +1429,14 @@ TABLE = [
     # -- torch ---------------------------------------------------------------------------------
     Name(
         "_cdata",
-        "torch_placement",
+        "torch.devices",
         "to know the memory that a variable shares with the tensor it is made from",
         shares_memory_with_its_tensor,
         TORCH,
     ),
     Name(
         "_symbolic_build",
-        "tensorflow_engine, torch_replicas, torch_world_replicas",
+        "tensorflow_engine, torch.trainer",
         "to know when all variables of a compiled model exist",
         lambda model: takes(model._symbolic_build, "iterator", "data_batch"),
         ("tensorflow", "torch"),
@@ -1456,7 +1454,7 @@ TABLE = [
     ),
     Name(
         "_initialize_ddp",
-        "torch_replicas, torch_world_replicas",
+        "torch.trainer",
         "to reduce gradients once, where Keras (since 3.16) would as well",
         lambda model: (
             not hasattr(type(model), "_initialize_ddp")
@@ -1466,35 +1464,35 @@ TABLE = [
     ),
     Name(
         "keras.src.models.model:inject_functional_model_class",
-        "torch_carry",
+        "torch.model_pickle",
         "to make a user's class a functional one in a worker, as a call with inputs does",
         becomes_functional,
         TORCH,
     ),
     Name(
         "keras.src.models.functional:Functional",
-        "torch_carry",
+        "torch.model_pickle",
         "to recognize a user's functional model",
         becomes_functional,
         TORCH,
     ),
     Name(
         "keras.src.utils.backend_utils:DynamicBackend",
-        "torch_carry",
+        "torch.model_pickle",
         "to carry a preprocessing layer, which holds one and cannot be copied by its attributes",
         names_its_backend,
         TORCH,
     ),
     Name(
         "_backend",
-        "torch_carry",
+        "torch.model_pickle",
         "the backend that such an object stands for",
         names_its_backend,
         TORCH,
     ),
     Name(
         "keras.src.saving.keras_saveable:KerasSaveable",
-        "torch_carry",
+        "torch.model_pickle",
         "to recognize what Keras would pickle through its file format",
         lambda model: all(
             isinstance(part, lookup("keras.src.saving.keras_saveable:KerasSaveable"))
@@ -1504,28 +1502,28 @@ TABLE = [
     ),
     Name(
         "keras.src.utils:tracking",
-        "torch_carry",
+        "torch.model_pickle",
         "to carry lists, dicts and sets that report what is put into them",
         tracks_in_containers,
         TORCH,
     ),
     Name(
         "_eval_epoch_iterator",
-        "torch_carry",
+        "torch.model_pickle",
         "to leave behind what leads to the data",
         keeps_validation_data,
         TORCH,
     ),
     Name(
         "_trainable",
-        "torch_versions, torch_copy, torch_world_replicas",
+        "torch.model_copy",
         "to see what a callback froze",
         lambda model: model.layers[-1].bias._trainable is True,
         TORCH,
     ),
     Name(
         "_version",
-        "torch_versions",
+        "torch.model_copy",
         "to notice what was written between two steps",
         counts_writes,
         TORCH,
@@ -1533,7 +1531,7 @@ TABLE = [
     *(
         Name(
             part,
-            "torch_group",
+            "torch.process_group",
             "to keep the replicas' sockets on this machine",
             makes_gloo_on_loopback,
             TORCH,
@@ -1542,8 +1540,8 @@ TABLE = [
     ),
     Name(
         "torch.distributed:Store",
-        "torch_store",
-        "to let process groups find each other through the run's own meeting point",
+        "torch.process_group",
+        "to let process groups find each other through the run's rendezvous server",
         calls_a_store_of_python,
         TORCH,
     ),

@@ -16,7 +16,7 @@ pytestmark = [
 
 
 def workers_of(model):
-    return list(vars(model)["_unisono"]._team.workers)
+    return list(vars(model)["_unisono"]._peers._pool.workers)
 
 
 def test_the_one_that_died_is_named():

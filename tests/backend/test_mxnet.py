@@ -70,13 +70,13 @@ def test_training_is_that_of_one_device(capsys):
 MESSAGES = [
     (
         [],
-        "Asked for context=[]: no device at all. Name at least one, such as [gpu(0)], or leave "
+        "Asked for context=[], without a device. Name at least one, such as [gpu(0)], or leave "
         "context= out.",
     ),
     (
         [mx.gpu(0), mx.cpu(0)],
-        "Asked for context=[gpu(0), cpu(0)], which mixes CPUs and GPUs: the slower would hold up "
-        "every step. Name devices of one kind.",
+        "Asked for context=[gpu(0), cpu(0)], which mixes CPUs and GPUs: each step would "
+        "wait for the slower. Name devices of one kind.",
     ),
     (
         [mx.gpu(1), "gpu(1)"],
@@ -84,12 +84,13 @@ MESSAGES = [
     ),
     (
         ["gpu:0"],
-        "Asked for context=['gpu:0']; 'gpu:0' is no context. Write gpu(0), cpu(0) or a text such "
-        'as "gpu(0)".',
+        "Asked for context=['gpu:0']; 'gpu:0' is not a context. Write gpu(0), cpu(0) or a string "
+        'such as "gpu(0)".',
     ),
     (
         [0],
-        'Asked for context=[0]; 0 is no context. Write gpu(0), cpu(0) or a text such as "gpu(0)".',
+        "Asked for context=[0]; 0 is not a context. Write gpu(0), cpu(0) or a string such as "
+        '"gpu(0)".',
     ),
     (2, "Asked for context=2; found a int. Give a list such as [gpu(0), gpu(1)]."),
     (

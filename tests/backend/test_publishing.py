@@ -1,7 +1,6 @@
 """What `fit` publishes of itself, and what it does not cost."""
 
 import os
-import re
 import signal
 import threading
 import time
@@ -13,11 +12,10 @@ import pytest
 from launching import wait_for
 
 import unisono
-from unisono.bench import publishing
+from unisono import telemetry
 from unisono.callbacks import DeviceStats
 from unisono.monitor.events import RankEvents, read_runs
 from unisono.monitor.verdict import verdict_on_run
-from unisono.replication import publishing as publishing_of_fits
 
 X, Y = np.ones((64, 4), "float32"), np.ones((64, 1), "float32")
 
@@ -112,7 +110,7 @@ class Never:
 
 
 def test_a_loss_that_does_not_come_does_not_hold_up_a_record():
-    loss, never = publishing_of_fits.Loss(), Never()
+    loss, never = telemetry.Loss(), Never()
     assert loss.newest({"loss": np.float32(0.5)}) == 0.5
     start = time.monotonic()
     try:
@@ -207,12 +205,3 @@ def test_device_stats_are_in_the_logs(tmp_path):
     assert "cpu_0_load" in path.read_text().splitlines()[0]
     assert all(0 <= load <= 1 for load in history["cpu_0_load"])
     assert all(memory > 0 for memory in history["cpu_0_memory_gb"])
-
-
-def test_what_it_costs_can_be_measured(capsys, monkeypatch):
-    monkeypatch.setattr(publishing, "_NUM_STEPS", 100)
-    monkeypatch.setattr(publishing, "_NUM_RECORDS", 10)
-    publishing.main()
-    costs = re.findall(r"a (step|record): +([\d.]+) µs", capsys.readouterr().out)
-    assert [kind for kind, _ in costs] == ["step", "record"]
-    assert all(0 < float(cost) < 10_000 for _, cost in costs)

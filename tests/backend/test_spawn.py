@@ -66,7 +66,7 @@ def test_all_begin_from_one_seed():
 def fails_on_the_second(marker):
     if unisono.topology().rank == 1:
         raise LookupError(marker)
-    current_world().exchange("the others", None)
+    current_world().all_gather("the others", None)
 
 
 def test_an_exception_is_raised_here_and_not_its_echo():
@@ -78,7 +78,7 @@ def test_an_exception_is_raised_here_and_not_its_echo():
 def is_killed():
     if unisono.topology().rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    current_world().exchange("the others", None)
+    current_world().all_gather("the others", None)
 
 
 def test_a_process_that_is_killed():
@@ -92,7 +92,7 @@ def test_a_process_that_is_killed():
 
 def leaves_early():
     if unisono.topology().rank == 0:
-        current_world().exchange("the others", None)
+        current_world().all_gather("the others", None)
 
 
 def test_a_function_that_returns_while_another_waits():

@@ -64,7 +64,7 @@ def test_damaged_data_is_one_line_from_all_processes(tmp_path):
     assert done.returncode == 1
     said = [line for line in done.stderr.splitlines() if "cut.npz" in line]
     assert len(said) == 1
-    assert said[0].startswith("mnist: cut.npz is damaged or cut off (BadZipFile: ")
+    assert said[0].startswith("mnist: cut.npz is damaged or truncated (BadZipFile: ")
     assert "Traceback" not in done.stderr
 
 
@@ -175,7 +175,7 @@ class _Terminal(io.StringIO):
 
 @pytest.mark.parametrize("kind", [io.StringIO, _Terminal])
 def test_a_bar_on_a_terminal_alone(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr("unisono.training.progress._PAUSE_S", 0.0)
+    monkeypatch.setattr("unisono.training.recorder._PAUSE_S", 0.0)
     output = kind()
     monkeypatch.setattr("sys.stdout", output)
     small = small_run(tmp_path)

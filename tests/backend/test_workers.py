@@ -22,7 +22,7 @@ MIB = 2**20
 
 
 def pids(model):
-    return [worker.pid for worker in vars(model)["_unisono"]._team.workers]
+    return [worker.pid for worker in vars(model)["_unisono"]._peers._pool.workers]
 
 
 def test_calls_and_models_share_the_workers():
@@ -63,12 +63,12 @@ def test_a_model_without_call_trains_on_all_replicas(monkeypatch):
     gan = Gan()
     gan.built = True
     unisono.parallel(gan, replicas=2).compile(sgd(), sgd())
-    told = []
-    team = vars(gan)["_unisono"]._team
-    tell = team.tell
-    monkeypatch.setattr(team, "tell", lambda *command: told.append(command[0]) or tell(*command))
+    sent = []
+    pool = vars(gan)["_unisono"]._peers._pool
+    send = pool.send
+    monkeypatch.setattr(pool, "send", lambda *command: sent.append(command[0]) or send(*command))
     fit(gan, rows()[0], rows(seed=3)[0])
-    assert told.count("step") == 3
+    assert sent.count("step") == 3
 
 
 class Slow(keras.layers.Layer):
@@ -128,7 +128,7 @@ model = unisono.parallel(model, replicas=2)
 model.compile("sgd", "mse")
 x, y = np.ones((8, 4), "float32"), np.ones((8, 1), "float32")
 model.fit(x, y, batch_size=8, verbose=0)
-team = vars(model)["_unisono"]._team
+team = vars(model)["_unisono"]._peers._pool
 pids = [worker.pid for worker in team.workers]
 before = model.get_weights()
 bad = x.copy()

@@ -1,28 +1,67 @@
-"""One engine per backend; a backend's own packages are imported only when it is chosen."""
+"""One package per Keras backend; frameworks are imported only when they are used."""
 
+import functools
 import importlib
 
-from unisono.backends.base import Adopted, Backend, Collectives, CustomLoop
+from unisono.backends.base import Backend, Collectives, CustomLoop, Framework, ReplicatedModel
+from unisono.backends.jax.framework import JaxFramework
+from unisono.backends.tensorflow.framework import TensorFlowFramework
+from unisono.backends.torch.framework import TorchFramework
 from unisono.errors import ModelError
-from unisono.versions import check_versions
+from unisono.imports import check_versions, keras_backend
+from unisono.replication.framework import register
 
-__all__ = ["Adopted", "Backend", "Collectives", "CustomLoop", "load_backend"]
+__all__ = [
+    "FRAMEWORKS",
+    "Backend",
+    "Collectives",
+    "CustomLoop",
+    "Framework",
+    "ReplicatedModel",
+    "load_backend",
+    "load_framework",
+]
 
-_ENGINES = {
-    "jax": ("unisono.backends.jax.engine", "JaxBackend"),
-    "tensorflow": ("unisono.backends.tensorflow.engine", "TensorFlowBackend"),
-    "torch": ("unisono.backends.torch.engine", "TorchBackend"),
+FRAMEWORKS: dict[str, Framework] = {
+    "jax": JaxFramework(),
+    "tensorflow": TensorFlowFramework(),
+    "torch": TorchFramework(),
 }
+_BACKENDS = {"jax": "JaxBackend", "tensorflow": "TensorFlowBackend", "torch": "TorchBackend"}
 
 
-def load_backend(backend: str) -> Backend:
-    """The engine for one of Keras' trainable backends."""
-    if backend not in _ENGINES:
+def load_framework(name: str | None = None) -> Framework:
+    """The framework of one of Keras' trainable backends, or of the one that Keras uses.
+
+    Raises:
+        ModelError: Keras cannot train on that backend.
+    """
+    name = keras_backend() if name is None else name
+    if name not in FRAMEWORKS:
         raise ModelError(
-            f"Keras runs on the {backend!r} backend, which cannot train. "
-            f"Set KERAS_BACKEND to one of {', '.join(sorted(_ENGINES))}."
+            f"Keras runs on the {name!r} backend, which cannot train. "
+            f"Set KERAS_BACKEND to one of {', '.join(sorted(FRAMEWORKS))}."
         )
-    check_versions("keras", backend)
-    module, name = _ENGINES[backend]
-    engine: Backend = getattr(importlib.import_module(module), name)()
-    return engine
+    return FRAMEWORKS[name]
+
+
+def load_backend(name: str | None = None) -> Backend:
+    """The implementation for one of Keras' trainable backends, or for the one that Keras uses.
+
+    Raises:
+        ModelError: Keras cannot train on that backend.
+        VersionError: Keras or the framework is newer than those that were tested.
+    """
+    found = load_framework(name).name
+    check_versions("keras", found)
+    return _load(found)
+
+
+@functools.cache
+def _load(name: str) -> Backend:
+    module = importlib.import_module(f"unisono.backends.{name}.engine")
+    backend: Backend = getattr(module, _BACKENDS[name])()
+    return backend
+
+
+register(load_framework)

@@ -1,64 +1,71 @@
-"""What a race showed: a table, shares of a step, and a verdict in plain words."""
+"""The results of a race: a table, where the time of a step goes, and a verdict."""
 
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from unisono.bench.peers import PEERS
 from unisono.bench.race import Lap, Race
 from unisono.devices import format_replicas
 
-# What a way is held against: measured, or for a user's script worked out from its first run.
-_LIMITS = ("apart", "ideal")
+_LIMITS = (*(name for name, peer in PEERS.items() if peer.is_limit), "ideal")
+"""An expert's hand-written loop, or for a user's script a multiple of its first run."""
+_ALONE = ("apart", "ideal")
+"""What a step takes without communication is measured by these."""
 _MUCH = 0.08
 _ONE_REPLICA = ("plain", "one")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One way's results: medians over rounds."""
+    """The results of one way: medians over rounds."""
 
     way: str
     title: str
     num_replicas: int
     images_per_s: float
     spread: float | None
-    """Largest less smallest, over the median; of several rounds."""
+    """Largest minus smallest, over the median, if there are several rounds."""
     of_limit: float | None
-    """Of what as many processes that never talk reach in the same round."""
+    """Relative to an expert's hand-written loop without Keras, in the same round."""
+    of_apart: float | None
+    """Relative to as many processes of plain Keras that never communicate."""
     of_plain: float | None
-    """Of plain Keras in one process on all cores."""
+    """Relative to plain Keras in one process on all cores."""
     ours_of_it: float | None
-    """What `unisono run` on as many replicas reaches, of this way in the same round."""
+    """`unisono run` on as many replicas, relative to this way in the same round."""
     peak_mib: float | None
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Where the time of a step goes, of so many replicas together."""
+    """Where the time of a step goes under `unisono run`."""
 
+    title: str
     num_replicas: int
     speed_up: float | None
     """Over `base`."""
     base: str
-    """One replica under `unisono run`, or plain Keras in one process where that was not raced."""
+    """One replica under `unisono run`, or plain Keras in one process if that was not raced."""
     efficiency: float
-    """Of the limit: of as many processes that never talk, or of so many times one replica."""
+    """Relative to processes that never communicate, or to a multiple of one replica."""
     input: float
-    """For its batches, as long as they take by themselves."""
+    """Fetching batches, measured without training."""
     computing: float
-    """The rest of what a step takes without the others."""
+    """The rest of a step without communication."""
     communicating: float
     waiting: float
-    """For the slowest."""
+    """For the slowest replica."""
 
 
 TITLES = {
     "plain": "plain Keras, 1 process, all cores",
     "one": "unisono, 1 replica, all cores",
-    "apart": "the limit: processes that never talk",
+    "apart": "plain Keras, processes that never talk",
     "ideal": "ideal: as many times one replica",
     "together": "unisono run",
+    "together:none": "unisono run, no CPU layers",
     "inside": "unisono.parallel in one process",
 }
 
@@ -73,13 +80,14 @@ def rows(race: Race, titles: dict[str, str]) -> list[Row]:
         found.append(
             Row(
                 name,
-                titles.get(kind, kind),
+                title_of(kind, titles),
                 1 if kind in _ONE_REPLICA else int(count),
                 median,
                 (max(rates) - min(rates)) / median if len(rates) > 1 else None,
-                ratio(laps, _limit(race, count)) if kind not in _LIMITS else None,
+                ratio(laps, _find(race, _LIMITS, count)) if kind not in _LIMITS else None,
+                ratio(laps, race.laps.get(f"apart-{count}")) if kind != "apart" else None,
                 ratio(laps, _plain(race)) if kind != "plain" else None,
-                _ours_of(laps, race.laps.get(f"together-{count}")),
+                _ours_of(laps, _ours(race, count)),
                 _peak_mib(laps),
             )
         )
@@ -97,19 +105,21 @@ def _ratio(laps: Sequence[Lap], others: Sequence[Lap]) -> float:
 
 
 def shares(race: Race) -> list[Shares]:
-    """Where the time goes, for each number of replicas that ran together and apart."""
+    """Where the time goes, for each `unisono run` that can be compared with separate processes."""
     found = []
     for name, laps in race.laps.items():
         kind, _, count = name.rpartition("-")
-        alone = _limit(race, count)
-        if kind != "together" or alone is None:
+        alone = _find(race, _ALONE, count)
+        if kind.partition(":")[0] != "together" or alone is None:
             continue
         parts = [_parts(lap, other) for lap, other in zip(laps, alone, strict=False)]
         means = [statistics.median(values) for values in zip(*parts, strict=True)]
-        base, one = "1 replica", race.laps.get("together-1")
+        base, one = "1 replica", race.laps.get(f"{kind}-1")
         if one is None:
             base, one = "plain Keras", _plain(race)
-        found.append(Shares(int(count), ratio(laps, one), base, _ratio(laps, alone), *means))
+        title = title_of(kind, TITLES)
+        speed_up, efficiency = ratio(laps, one), _ratio(laps, alone)
+        found.append(Shares(title, int(count), speed_up, base, efficiency, *means))
     return found
 
 
@@ -118,35 +128,35 @@ def verdict(race: Race) -> str:
     found = shares(race)
     if not found:
         return "Give --replicas more than one number to see what limits a run."
-    last, replicas = found[-1], format_replicas(found[-1].num_replicas)
+    most = max(each.num_replicas for each in found)
+    last = next(each for each in found if each.num_replicas == most)
+    replicas = format_replicas(most)
     what = {name: getattr(last, name) for name in ("input", "communicating", "waiting")}
     worst = max(what, key=lambda name: what[name])
     if what[worst] < _MUCH:
-        help_ = "more replicas will help, and a faster device will"
+        help_ = "more replicas or a faster device will help"
         if last.num_replicas == 1:
-            help_ = "a faster device will help; ask for --replicas 1,2 to see whether a second does"
+            help_ = "a faster device will help; give --replicas 1,2 to see whether a second does"
         return f"Computing takes {last.computing:.0%} of a step on {replicas}: {help_}."
     if worst == "input":
         return (
-            f"Making batches takes {last.input:.0%} of a step on {replicas}. "
-            "Give arrays, or a data set that prepares its batches ahead; move what is done to each "
-            "sample into the model."
+            f"Input takes {last.input:.0%} of a step on {replicas}. Use arrays or a dataset that "
+            "prefetches; move preprocessing into the model."
         )
     if worst == "communicating":
         return (
-            f"Adding up gradients takes {last.communicating:.0%} of a step on {replicas}. Raise "
-            "the per-replica batch, or let a step compute more: then there are fewer sums for the "
-            "same work."
+            f"Communication takes {last.communicating:.0%} of a step on {replicas}. Raise the "
+            "per-replica batch size: then there are fewer all-reduces for the same work."
         )
     return (
-        f"Replicas wait {last.waiting:.0%} of a step for the slowest. Look with `unisono top` for "
-        "other programs on its device or cores, and for input that is slow on one of them."
+        f"Replicas wait {last.waiting:.0%} of a step for the slowest. Use `unisono top` to find "
+        "other programs on its device or cores, or slow input on one of them."
     )
 
 
 def table(race: Race, titles: dict[str, str]) -> str:
     """Aligned columns for a terminal."""
-    ratios = ("of the limit", "of plain", "unisono run / it")
+    ratios = ("of the limit", "of apart", "of plain", "unisono run / it")
     head = ("", "replicas", "images/s", "spread", *ratios, "peak MiB")
     body = [
         (
@@ -155,6 +165,7 @@ def table(race: Race, titles: dict[str, str]) -> str:
             f"{row.images_per_s:,.0f}",
             "" if row.spread is None else f"{row.spread:.0%}",
             "" if row.of_limit is None else f"{row.of_limit:.3f}",
+            "" if row.of_apart is None else f"{row.of_apart:.3f}",
             "" if row.of_plain is None else f"{row.of_plain:.2f}",
             "" if row.ours_of_it is None else f"{row.ours_of_it:.2f}",
             "" if row.peak_mib is None else f"{row.peak_mib:,.0f}",
@@ -178,9 +189,9 @@ def _line(share: Shares) -> str:
     if share.speed_up is not None:
         speed_up = f"speed-up {share.speed_up:.2f} (over {share.base}), "
     return (
-        f"{format_replicas(share.num_replicas)}: {speed_up}"
-        f"efficiency {share.efficiency:.2f} (of the limit); "
-        f"input {share.input:.0%}, computing {share.computing:.0%}, communicating "
+        f"{share.title}, {format_replicas(share.num_replicas)}: {speed_up}"
+        f"efficiency {share.efficiency:.2f} (of processes that never talk); "
+        f"input {share.input:.0%}, computing {share.computing:.0%}, communication "
         f"{share.communicating:.0%}, waiting for the slowest {share.waiting:.0%}"
     )
 
@@ -199,7 +210,7 @@ def to_json(race: Race, titles: dict[str, str]) -> dict[str, Any]:
 
 
 def plot(races: Sequence[Race], path: Any) -> None:
-    """Throughput over replicas, a panel for each net, with the limit of each backend."""
+    """Throughput over replicas, a panel per net, with the limit of each backend."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -224,15 +235,15 @@ def plot(races: Sequence[Race], path: Any) -> None:
 
 
 def _draw(axes: Any, race: Race) -> None:
-    """What `unisono run` reached, the dotted limit from one replica on, and plain Keras."""
-    names = [name for name in race.laps if name.startswith("together-")]
-    counts = sorted(int(name.rpartition("-")[2]) for name in names)
+    """`unisono run`, the limit as a dotted line, and plain Keras as a dashed one."""
+    names = [name for name in race.laps if name.partition(":")[0].startswith("together")]
+    counts = sorted({int(name.rpartition("-")[2]) for name in names})
     if not counts:
         return
-    ours = [_rate(race.laps[f"together-{count}"]) for count in counts]
+    ours = [_rate(_ours(race, str(count)) or []) for count in counts]
     (line,) = axes.plot(counts, ours, "o-", label=f"{race.backend}: unisono run")
     style = {"color": line.get_color()}
-    limits = [(n, _rate(laps)) for n in counts if (laps := _limit(race, str(n)))]
+    limits = [(n, _rate(laps)) for n in counts if (laps := _find(race, _LIMITS, str(n)))]
     if limits and limits[0][0] > 1:
         limits = [(1, limits[0][1] / limits[0][0]), *limits]
     if limits:
@@ -259,14 +270,33 @@ def _ours_of(laps: list[Lap], ours: list[Lap] | None) -> float | None:
     return ratio(ours, laps) if ours is not None and ours is not laps else None
 
 
-def _limit(race: Race, count: str) -> list[Lap] | None:
-    names = [f"{kind}-{count}" for kind in _LIMITS]
+def title_of(kind: str, titles: dict[str, str]) -> str:
+    """The title of a way; `together:no_pool` is a run without the CPU layer "pool"."""
+    base, _, variant = kind.partition(":")
+    if kind in titles or not variant:
+        return titles.get(kind, kind)
+    what = f"without {variant[3:]}" if variant.startswith("no_") else f"CPU layers {variant}"
+    return f"{titles.get(base, base)}, {what}"
+
+
+def _ours(race: Race, count: str) -> list[Lap] | None:
+    """`unisono run` as it comes, or the first variant of it that was raced."""
+    names = [
+        name
+        for name in race.laps
+        if name.startswith(("together-", "together:")) and name.rpartition("-")[2] == count
+    ]
+    return race.laps[min(names, key=lambda name: ":" in name)] if names else None
+
+
+def _find(race: Race, kinds: Sequence[str], count: str) -> list[Lap] | None:
+    names = [f"{kind}-{count}" for kind in kinds]
     return next((race.laps[name] for name in names if name in race.laps), None)
 
 
 def _parts(lap: Lap, alone: Lap) -> tuple[float, float, float, float]:
-    """Input, computing, communicating and waiting, as shares of a pass."""
-    by_itself = min(1.0, alone.seconds / lap.seconds)
-    taking = min(by_itself, lap.input_s / lap.seconds)
-    waiting = min(1.0 - by_itself, max(0.0, lap.waited_s - lap.slowest_wait_s) / lap.seconds)
-    return taking, by_itself - taking, 1.0 - by_itself - waiting, waiting
+    """Input, computing, communication and waiting, as fractions of a pass."""
+    without_others = min(1.0, alone.seconds / lap.seconds)
+    taking = min(without_others, lap.input_s / lap.seconds)
+    waiting = min(1.0 - without_others, max(0.0, lap.waited_s - lap.slowest_wait_s) / lap.seconds)
+    return taking, without_others - taking, 1.0 - without_others - waiting, waiting

@@ -1,10 +1,10 @@
-"""What JAX's compiler makes of a step for many replicas: the proof of scaling that one machine has.
+"""The step that JAX compiles for many replicas: what one machine can show of scaling.
 
     python -m unisono.bench.scaling [--net cifar10] [--replicas 1,8,32,128]
 
-Each number of replicas has a process of its own with as many virtual devices, which trains one
-step. The compiled program is the same for every device. Its size and its meetings with the others
-must not grow with their number, nor the bytes that it adds up there, but for batch norm's: it has
+Each number of replicas has its own process with as many virtual devices, which trains one step.
+The compiled program is the same for every device. Its size and its number of all-reduces must not
+grow with the number of devices, nor the reduced bytes, except for batch norm, which gathers the
 statistics of each replica.
 """
 
@@ -22,7 +22,7 @@ from unisono.devices import OVERSUBSCRIBE
 from unisono.scratch import temporary_folder
 
 _BYTES = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8, "s32": 4, "u32": 4, "s64": 8, "pred": 1}
-_SUM = re.compile(r"= (.+?) all-reduce\(")
+_ALL_REDUCE = re.compile(r"= (.+?) all-reduce\(")
 _SHAPE = re.compile(r"(\w+)\[([\d,]*)\]")
 _COMPILED = "*.cpu_after_optimizations.txt"
 
@@ -34,10 +34,10 @@ class Program:
     num_replicas: int
     compile_s: float
     num_instructions: int
-    num_sums: int
-    """Operations that add up values over all devices; one may add up many arrays."""
-    summed_bytes: int
-    """Of each device."""
+    num_all_reduces: int
+    """All-reduce operations; one may reduce many arrays."""
+    reduced_bytes: int
+    """Per device."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -50,19 +50,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.inside is not None:
         _train_one_step(options.net, options.inside, options.rows)
         return
-    print("| Replicas | Compile time | Instructions | All-reduces | Bytes added up, each device |")
+    print("| Replicas | Compile time | Instructions | All-reduces | Bytes reduced, per device |")
     print("|---|---|---|---|---|")
     for count in map(int, options.replicas.split(",")):
         found = measure(options.net, count, options.rows)
         print(
             f"| {found.num_replicas} | {found.compile_s:.1f} s | {found.num_instructions:,} | "
-            f"{found.num_sums} | {found.summed_bytes:,} |",
+            f"{found.num_all_reduces} | {found.reduced_bytes:,} |",
             flush=True,
         )
 
 
 def measure(net: str, num_replicas: int, rows: int = 1) -> Program:
-    """Compile and run one step in a process of its own."""
+    """Compile and run one step in a new process."""
     with temporary_folder("unisono-bench-") as folder:
         flags = f"--xla_dump_to={folder} --xla_dump_hlo_as_text"
         env = {**os.environ, "KERAS_BACKEND": "jax", "UNISONO_RUNS": "", OVERSUBSCRIBE: "1"}
@@ -72,20 +72,20 @@ def measure(net: str, num_replicas: int, rows: int = 1) -> Program:
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"{num_replicas} replicas: {done.stderr[-2000:]}")
-        # The step's is by far the longest.
+        # The step is by far the longest program.
         text = max((path.read_text() for path in folder.glob(_COMPILED)), key=len)
         return read_program(num_replicas, float(done.stdout.split()[-1]), text)
 
 
 def read_program(num_replicas: int, compile_s: float, text: str) -> Program:
-    """What a program's text says about it."""
-    sums = [found[1] for line in text.splitlines() if (found := _SUM.search(line))]
+    """Count the instructions and all-reduces in the text of a program."""
+    shapes = [found[1] for line in text.splitlines() if (found := _ALL_REDUCE.search(line))]
     return Program(
         num_replicas=num_replicas,
         compile_s=compile_s,
         num_instructions=sum(" = " in line for line in text.splitlines()),
-        num_sums=len(sums),
-        summed_bytes=sum(map(_num_bytes, sums)),
+        num_all_reduces=len(shapes),
+        reduced_bytes=sum(map(_num_bytes, shapes)),
     )
 
 
@@ -114,7 +114,7 @@ def _train_one_step(net: str, num_replicas: int, rows: int) -> None:
     model = unisono.parallel(make(net), replicas=num_replicas)
     x, y = data(net, rows * num_replicas)
     model.fit(x, y, batch_size=len(x), verbose=0)
-    print(max(spent.values()))  # The step: nothing else takes as long.
+    print(max(spent.values()))  # The step takes longest.
 
 
 if __name__ == "__main__":

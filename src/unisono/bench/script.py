@@ -1,7 +1,7 @@
-"""A user's own script on several numbers of replicas, by what its runs publish of themselves.
+"""A user's script on several numbers of replicas, measured by the telemetry of its runs.
 
-Its net and data are its own, so the limit is not measured but worked out: as many times as fast as
-with the first number.
+There is no other program with its net and data, so the limit is computed: proportional to the
+throughput on the first number of replicas.
 """
 
 import itertools
@@ -21,7 +21,7 @@ from unisono.scratch import temporary_folder
 
 _LOOK_S = 0.2
 _FEWEST = 3
-"""Figures, one a second, of which a median tells something."""
+"""Records, one per second, for a median."""
 
 
 def race_script(
@@ -31,7 +31,7 @@ def race_script(
     rounds: int,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Race:
-    """One run for each number of replicas, one after the other, so many times."""
+    """One run for each number of replicas, one after the other, `rounds` times."""
     if not script.is_file():
         raise BenchError(f"Asked to measure {script}; there is no such file.")
     race = Race(script.name, backend, load=os.getloadavg()[0])
@@ -46,7 +46,7 @@ def race_script(
 
 
 def _lap(script: Path, backend: str, count: int) -> Lap:
-    """A second of the run, without its beginning."""
+    """The throughput of a run, without its first steps."""
     seen: dict[int, dict[float, Progress]] = {}
     with temporary_folder("unisono-bench-") as folder:
         env = {**os.environ, "KERAS_BACKEND": backend, "UNISONO_RUNS": str(folder)}
@@ -55,28 +55,28 @@ def _lap(script: Path, backend: str, count: int) -> Lap:
         try:
             while process.poll() is None:
                 time.sleep(_LOOK_S)
-                _look(Path(folder), seen)
+                _read(Path(folder), seen)
         except BaseException:
-            process.terminate()  # The launcher, which ends its processes.
+            process.terminate()  # The launcher ends its workers.
             process.wait()
             raise
     what = f"{script} on {format_replicas(count)}"
     if process.returncode:
         raise BenchError(
-            f"{what} ended with code {process.returncode}, so that it cannot be measured. Its own "
-            "words are above."
+            f"{what} ended with code {process.returncode}, so it cannot be measured. Its output "
+            "is above."
         )
     kept = [warm(list(records.values())) for records in seen.values()]
     num_kept = len(kept[0]) if kept else 0
     if num_kept < _FEWEST:
         raise BenchError(
-            f"{what} published {num_kept} figures after its beginning, one a second; at least "
-            f"{_FEWEST} are needed. Let it call unisono.parallel(model), and train for ten seconds "
-            "and more: give it more epochs."
+            f"{what} published {num_kept} records after its first seconds; at least {_FEWEST} are "
+            "needed, one per second. Let it call unisono.parallel(model), and give it more epochs: "
+            "at least ten seconds of training."
         )
     waits = [statistics.median(each.peer_wait or 0.0 for each in records) for records in kept]
     inputs = [statistics.median(each.input_wait or 0.0 for each in records) for records in kept]
-    # Samples, or steps where samples cannot be counted.
+    # Samples, or steps if samples cannot be counted.
     rate = statistics.median(each.samples_per_s or each.steps_per_s or 0.0 for each in kept[0])
     return Lap(
         rate,
@@ -87,7 +87,7 @@ def _lap(script: Path, backend: str, count: int) -> Lap:
     )
 
 
-def _look(folder: Path, seen: dict[int, dict[float, Progress]]) -> None:
+def _read(folder: Path, seen: dict[int, dict[float, Progress]]) -> None:
     for ranks in read_runs(folder).values():
         for each in ranks:
             if each.last is not None and each.last.steps_per_s and not each.last.is_over:
@@ -95,5 +95,5 @@ def _look(folder: Path, seen: dict[int, dict[float, Progress]]) -> None:
 
 
 def warm(records: list[Progress]) -> list[Progress]:
-    """Without the first, in which the step was compiled, and the rest of the first quarter."""
+    """Without the first quarter of the records, in which the step is compiled."""
     return records[max(1, len(records) // 4) :]

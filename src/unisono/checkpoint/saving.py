@@ -1,10 +1,15 @@
-"""What Keras saves of a parallel model is written whole, or not at all.
+"""What Keras saves of a parallel model is written completely, or not at all, and by one process.
 
-`save`, `save_weights` and `export` are given a draft beside the file or folder they are asked for,
+`save`, `save_weights` and `export` write to a draft beside the file or folder that they are given,
 which takes its place when it is complete (`unisono.checkpoint.atomic`). Keras' callbacks call
 these methods of the model. Remote paths and open files are passed on as they are.
+
+In a run of several processes the chief writes and the others wait until the file is there. A
+process that saves to a path that the chief does not save to at the same time writes by itself.
+What fails in the chief raises in all.
 """
 
+import builtins
 import contextlib
 import inspect
 import itertools
@@ -23,9 +28,11 @@ import keras
 from keras.src.saving import saving_lib
 from keras.src.utils import file_utils, io_utils
 
-from unisono.checkpoint.atomic import Draft, replacing
-from unisono.hooks import bind, original
-from unisono.patches import Patch
+from unisono.checkpoint.atomic import Draft, output_error_of, replacing
+from unisono.errors import OutputError
+from unisono.hooks import Patch, bind, original
+from unisono.launch.client import World
+from unisono.replication.callback_ranks import is_alone
 
 SAVES = ("save", "save_weights", "export")
 
@@ -34,13 +41,6 @@ _SHARD = re.compile(r"(?P<base>.*)_(?P<number>[0-9]{5})(?P<ours>-[0-9]+)?\.weigh
 _FILE_BYTES, _VARIABLE_BYTES = 1 << 15, 1 << 11  # What HDF5 adds, generously.
 _PROTECTED = "_save_model"
 _temporary: ContextVar[Path | None] = ContextVar("temporary", default=None)
-
-
-def protect_saves(model: keras.Model) -> None:
-    """Bind safe versions of the methods that write files, where an engine has not."""
-    for name in SAVES:
-        if name not in vars(model):
-            bind(model, name, safely(model, name))
 
 
 def safely(model: keras.Model, name: str) -> Callable[..., Any]:
@@ -243,3 +243,49 @@ def _given(method: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]
         return inspect.signature(method).bind_partial(*args, **kwargs).arguments
     except TypeError:
         return {}  # The method itself will say what is wrong.
+
+
+# -- files of a run of several processes ---------------------------------------------------------
+
+
+def write_as_chief(world: World, what: str, write: Callable[[], Any]) -> Any:
+    """Write in the chief; elsewhere wait for it, and write only what the chief does not."""
+    if is_alone():
+        return write()
+    # With a count, as a file may be written many times.
+    topic = f"{what} at point {world.num_points}"
+    if world.is_chief:
+        try:
+            result = write()
+        except BaseException as error:
+            is_output = isinstance(error, OutputError)
+            world.announce(topic, error=_kind_of(error), text=str(error), is_output=is_output)
+            raise
+        world.announce(topic)
+        return result
+    said = world.wait_for_chief(topic)
+    if said is None:
+        return write()
+    if "error" in said:
+        raise _error_of_chief(what, said)
+    return None
+
+
+def _kind_of(error: BaseException) -> str:
+    """The built-in class of an error: what another process can catch it as."""
+    found = next(kind for kind in type(error).__mro__ if kind.__module__ == "builtins")
+    return found.__name__
+
+
+def _error_of_chief(what: str, said: dict[str, Any]) -> Exception:
+    """The chief's error as it is raised in the other processes, of the same built-in class."""
+    text = f"Rank 0 failed in {what}: {said['text']}"
+    kind = getattr(builtins, said["error"])
+    if said["is_output"]:
+        kind = output_error_of(kind)
+    try:
+        error: Exception = kind(text) if issubclass(kind, Exception) else RuntimeError(text)
+    except TypeError:  # Of a class that is made of more than a text.
+        error = RuntimeError(text)
+    error.is_echo = True  # type: ignore[attr-defined]  # The launcher shows the chief's.
+    return error

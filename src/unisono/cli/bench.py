@@ -1,7 +1,8 @@
-"""`unisono bench`: how fast this machine trains on how many replicas, and what limits it.
+"""`unisono bench`: throughput on several numbers of replicas, and what limits it.
 
-Rounds are interleaved, and the limit is measured in the same rounds: as many processes that never
-talk to each other.
+Rounds are interleaved. The limit is measured in the same rounds: an expert's hand-written loop
+without Keras. `unisono run` is measured with and without its CPU layers, which make a step cheaper
+and are no parallelism.
 """
 
 import argparse
@@ -11,10 +12,12 @@ import itertools
 import json
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +66,20 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--peers",
         action="store_true",
-        help="also race what others offer: DataParallel, MirroredStrategy, DDP, Lightning, …",
+        help="also measure other tools: DataParallel, MirroredStrategy, Lightning, …",
     )
     parser.add_argument(
         "--rounds",
         type=_rounds,
         metavar="N",
         help=f"how often each is measured ({_ROUNDS}; a script: once)",
+    )
+    parser.add_argument(
+        "--cpu-layers",
+        default="",
+        metavar="L",
+        help="CPU layers of `unisono run`: all, none, names with commas, or ablate: all, none and "
+        "each one off in turn (all and none)",
     )
     parser.add_argument("--output", type=Path, metavar="D", help="write bench.json and bench.png")
     parser.set_defaults(run=run)
@@ -79,14 +89,14 @@ def run(options: argparse.Namespace) -> int:
     chosen = _backends(options.backend)
     if not num_gpus():
         check_cores("--replicas", max(options.replicas))
-    _make_room(options.output)
+    _make_folder(options.output)
     load, num_cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     print(f"load before the start: {load:.2f} on {num_cores} cores", flush=True)
-    busy = "The machine is busy: figures move, ratios within a round less." if load > _BUSY else ""
+    busy = "The machine is busy: trust ratios within a round only." if load > _BUSY else ""
     if busy:
         print(busy, flush=True)
     if max(options.replicas) > num_cores and not num_gpus():
-        print(f"{max(options.replicas)} replicas share {num_cores} cores, and take turns on them.")
+        print(f"{max(options.replicas)} replicas share {num_cores} cores.")
     titles = TITLES | {name: peer.title for name, peer in PEERS.items()}
     races: list[Race] = []
     with _ended_tidily():
@@ -94,12 +104,12 @@ def run(options: argparse.Namespace) -> int:
             race = _race(options, net, backend)
             races.append(race)
             print(f"\n{table(race, titles)}", flush=True)
-            if options.output is not None:  # What is measured is not lost with the rest.
-                told = [to_json(each, titles) for each in races]
+            if options.output is not None:  # An interrupted run keeps what was measured.
+                results = [to_json(each, titles) for each in races]
                 with replacing(options.output / "bench.json") as draft:
-                    draft.path.write_text(json.dumps(told, indent=1))
+                    draft.path.write_text(json.dumps(results, indent=1))
     if busy:
-        print(f"It was at {load:.2f} before the start: measure again when it is quiet.")
+        print(f"The load was {load:.2f} before the start: measure again when the machine is idle.")
     if options.output is not None:
         with replacing(options.output / "bench.png") as draft:
             plot(races, draft.path)
@@ -111,17 +121,18 @@ def _race(options: argparse.Namespace, net: str, backend: str) -> Race:
     if options.script is not None:
         rounds = options.rounds or 1
         return race_script(options.script, backend, options.replicas, rounds, _tell)
-    ways = ways_of(backend, options.replicas, has_peers=options.peers)
+    choices = cpu_layer_choices(options.cpu_layers, backend)
+    ways = ways_of(backend, options.replicas, has_peers=options.peers, choices=choices)
     return run_race(net, backend, ways, options.rounds or _ROUNDS, _tell)
 
 
 def _tell(text: str) -> None:
-    """What is done now, for who waits: it is no part of the results."""
+    """Progress, on standard error: it is not part of the results."""
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
-def _make_room(output: Path | None) -> None:
-    """The folder of the results, before anything is measured for it."""
+def _make_folder(output: Path | None) -> None:
+    """Make the folder of the results before anything is measured."""
     if output is None:
         return
     try:
@@ -137,10 +148,13 @@ def _make_room(output: Path | None) -> None:
 
 @contextlib.contextmanager
 def _ended_tidily() -> Iterator[None]:
-    """A signal ends what was started, and removes what was written for it, without a traceback."""
+    """A signal ends the processes and removes temporary files, without a traceback."""
 
     def end(number: int, frame: Any) -> None:
-        print("\nunisono: ended by a signal; what is not in the tables above is lost.", flush=True)
+        print(
+            "\nunisono: ended by a signal; results that are not in the tables above are lost.",
+            flush=True,
+        )
         raise SystemExit(128 + number)
 
     before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -151,17 +165,54 @@ def _ended_tidily() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def ways_of(backend: str, counts: list[int], *, has_peers: bool) -> list[Way]:
+def cpu_layer_choices(asked: str, backend: str) -> dict[str, str | None]:
+    """The variants of `unisono run`, with the value of UNISONO_CPU_LAYERS for each."""
+    if num_gpus():
+        return {"": None}
+    if asked in ("", "all", "none"):
+        every: dict[str, str | None] = {"": None, "none": "0"}
+        return {name: every[name] for name in ([asked.removeprefix("all")] if asked else every)}
+    known = known_cpu_layers(backend)
+    if asked == "ablate":
+        off = {f"no_{name}": ",".join(known - {name}) or "0" for name in sorted(known)}
+        return {"": None, "none": "0", **off}
+    if unknown := sorted(set(asked.split(",")) - known):
+        raise LaunchError(
+            f"Asked for the CPU layers {', '.join(unknown)}; {backend} has "
+            f"{', '.join(sorted(known)) or 'none'}. Give some of these, all, none or ablate."
+        )
+    return {asked: asked}
+
+
+def known_cpu_layers(backend: str) -> frozenset[str]:
+    """The names of a backend's CPU layers, from a process that may import its framework."""
+    module = f"unisono.backends.{backend}.cpu_layers"
+    program = f"from {module} import KNOWN; print('\\n', *KNOWN)"
+    env = {**os.environ, "KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False
+    )
+    return (
+        frozenset(done.stdout.rpartition("\n ")[2].split()) if not done.returncode else frozenset()
+    )
+
+
+def ways_of(
+    backend: str, counts: list[int], *, has_peers: bool, choices: Mapping[str, str | None]
+) -> list[Way]:
     """All ways that are raced, in the order of the table."""
     most = max(counts)
     ways = [Way("plain", most, 1), Way("one", most, 1)]
     for count in counts:
         ways.append(Way("apart", count, count))
-        ways.append(Way("together", count, count, is_launched=True))
+        for variant, value in choices.items():
+            way = Way("together", count, count, is_launched=True)
+            ways.append(replace(way, variant=variant, cpu_layers=value))
     if most > 1:
         ways.append(Way("inside", most, 1))
     for name, peer in PEERS.items():
-        if has_peers and peer.backend == backend and peer.is_installed and most > 1:
+        is_raced = peer.is_limit or (has_peers and peer.is_installed)
+        if is_raced and peer.backend == backend and most > 1:
             ways.append(Way(name, most, most if peer.has_processes else 1))
     return ways
 

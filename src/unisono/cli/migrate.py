@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from unisono.compat.migrate.files import read, replace
+from unisono.compat.migrate.files import Remark, read, replace
 from unisono.compat.migrate.notebooks import migrate_notebook
-from unisono.compat.migrate.remarks import Remark
 from unisono.errors import DataError
 
 

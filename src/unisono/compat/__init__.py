@@ -1,7 +1,6 @@
-"""Old names translated to unisono's; no behaviour of their own."""
+"""Old names translated to unisono's."""
 
 from unisono.compat import mxnet
-from unisono.compat.mirrored import MirroredStrategy
-from unisono.compat.multi_gpu import multi_gpu_model
+from unisono.compat.multi_gpu import MirroredStrategy, multi_gpu_model
 
 __all__ = ["MirroredStrategy", "multi_gpu_model", "mxnet"]

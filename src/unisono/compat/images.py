@@ -1,6 +1,6 @@
-"""Image generators and transformations that Keras 3 still carries, on every backend.
+"""Image generators and transformations that Keras 3 still has, on every backend.
 
-Keras shows them as `tf.keras.preprocessing.image` alone, which takes TensorFlow to import.
+Keras exports them only as `tf.keras.preprocessing.image`, which imports TensorFlow.
 """
 
 from keras._tf_keras.keras.preprocessing.image import (

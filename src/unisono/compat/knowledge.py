@@ -1,8 +1,8 @@
-"""What old programs say, and what to write today: the one table behind two tools.
+"""Old names and what to write today: the table behind `compat.legacy` and `migrate`.
 
 Pure data. `unisono.compat.legacy` makes the old names work while a program runs, `unisono migrate`
-rewrites its source. A name that begins with `keras.` stands for all homes of Keras, and one that
-begins with `tensorflow.` for `tensorflow.compat.v1` too.
+rewrites its source. A name that begins with `keras.` stands for all packages of Keras, and one that
+begins with `tensorflow.` also for `tensorflow.compat.v1`.
 """
 
 from collections.abc import Mapping
@@ -21,17 +21,17 @@ TENSORFLOW_HOMES = ("tensorflow.compat.v1", "tensorflow.compat.v2")
 
 @dataclass(frozen=True)
 class Change:
-    """One old name, and what takes its place."""
+    """One old name and its successor."""
 
     old: str
     write: str
-    """Today's spelling, as it is shown to people."""
+    """What to write today, for messages."""
     new: str | None = None
-    """The dotted name that means the same today; None where it is not one name."""
+    """The dotted name of its equivalent; None if it is not a single name."""
     value: str | None = None
-    """An expression that means the same today."""
+    """An equivalent expression."""
     why: str | None = None
-    """Why nothing can take its place; set for names that stop a program."""
+    """Why it has no successor; set for names that stop a program."""
 
     @property
     def module(self) -> str:
@@ -44,18 +44,18 @@ class Change:
 
 @dataclass(frozen=True)
 class Method:
-    """A method that has another name or other arguments today."""
+    """A method with another name or other arguments today."""
 
     old: str
     new: str
     write: str
     parameters: tuple[str, ...] = ()
-    """Its old parameters in their order; none where its arguments stay as they are."""
+    """Its old parameters in order; none if its arguments are unchanged."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     dropped: tuple[str, ...] = ()
-    """Parameters that belong to the data today."""
+    """Parameters that moved to the dataset."""
     defaults: Mapping[str, str] = field(default_factory=dict)
-    """Defaults that were others then, as source."""
+    """Defaults that were different, as source."""
 
 
 MODULES = {
@@ -262,7 +262,7 @@ METHODS = (
 )
 
 LOADING = _LOADING
-"""How data is loaded: arguments of `fit` and its like then, of a `keras.utils.PyDataset` today."""
+"""Arguments of `fit` in Keras 2, of a `keras.utils.PyDataset` in Keras 3."""
 
 KEYS = {"acc": "accuracy", "val_acc": "val_accuracy"}
 """Keys of histories and logs."""
@@ -274,7 +274,7 @@ DECAY = Change(
     "lr, decay_steps=1, decay_rate=decay)",
     new="keras.optimizers.schedules.InverseTimeDecay",
 )
-"""Arguments of optimizers; `lr / (1 + decay * step)` is what the schedule computes too."""
+"""Arguments of optimizers; the schedule also computes `lr / (1 + decay * step)`."""
 
 SETTINGS = {
     "device_count.GPU": "gpus",
@@ -284,6 +284,6 @@ SETTINGS = {
     "gpu_options.allow_growth": "memory",
     "gpu_options.per_process_gpu_memory_fraction": "memory",
 }
-"""Fields of a session's configuration, and the arguments of `unisono.configure`."""
+"""Fields of a session's configuration and the arguments of `unisono.configure`."""
 
 IGNORED_SETTINGS = ("allow_soft_placement", "log_device_placement", "inter_op_parallelism_threads")

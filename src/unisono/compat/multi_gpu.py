@@ -1,11 +1,14 @@
-"""`keras.utils.multi_gpu_model`, which Keras removed in 2020, as scripts still call it."""
+"""`keras.utils.multi_gpu_model`, which Keras removed in 2020, and `MirroredStrategy`."""
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from unisono.compat.lookup import parse_devices
+from unisono.devices import Placement
 from unisono.errors import DeviceError
 from unisono.launch.client import current_world
 from unisono.parallel import count_gpus, parallel
+from unisono.strategy import Strategy
 
 if TYPE_CHECKING:
     import keras
@@ -21,8 +24,8 @@ def multi_gpu_model(
 
     A falsy `gpus` means every visible GPU, an integer the first ones, a list those ids. Fewer than
     two GPUs, or GPUs that do not exist, raise ValueError, so `try: ... except ValueError: pass`
-    falls back to one device. `cpu_merge` is accepted and has nothing left to choose;
-    `cpu_relocation=True` works on a clone, so the template no longer shares its weights.
+    falls back to one device. `cpu_merge` is accepted and ignored; `cpu_relocation=True` works on a
+    clone, so the template no longer shares its weights.
 
     >>> import keras
     >>> template = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
@@ -33,9 +36,9 @@ def multi_gpu_model(
 `gpus >= 2`. Received: `gpus=1`
     """
     if current_world() is not None:
-        return parallel(model)  # GPUs were shared out when the processes were started.
+        return parallel(model)  # The launcher has assigned the devices.
     if isinstance(gpus, str) or not isinstance(gpus, int | Sequence | None):
-        return parallel(model, gpus=gpus)  # Refuses it, and says what to give instead.
+        return parallel(model, gpus=gpus)  # Raises an error that says what to give.
     available = count_gpus()
     ids = _gpu_ids(gpus, available)
     missing = [i for i in ids if i not in range(available)]
@@ -69,3 +72,24 @@ def _gpu_ids(gpus: int | Sequence[int] | None, available: int) -> list[int]:
 
 def _names(ids: Iterable[int]) -> list[str]:
     return ["/cpu:0", *(f"/gpu:{i}" for i in ids)]
+
+
+class MirroredStrategy(Strategy):
+    """TensorFlow's strategy of this name, on every backend.
+
+    `devices` may be None (all GPUs), or names such as "GPU:0", "/gpu:1" or
+    "/job:localhost/replica:0/task:0/device:GPU:0". `cross_device_ops` is accepted and ignored.
+
+    >>> MirroredStrategy(["CPU:0", "CPU:1"]).num_replicas_in_sync
+    2
+    """
+
+    def __init__(self, devices: Sequence[str] | None = None, cross_device_ops: Any = None) -> None:
+        if devices is None or current_world() is not None:
+            super().__init__()  # The launcher has assigned the devices.
+            return
+        kind, ids = parse_devices(devices)
+        if kind == "gpu":
+            super().__init__(gpus=ids)
+        else:
+            self._use(Placement("cpu", tuple(ids)), sync_batch_norm=True)

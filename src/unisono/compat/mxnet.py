@@ -1,4 +1,4 @@
-"""MXNet's contexts, which Keras on MXNet took at compile time: `context=[gpu(0), gpu(1)]`."""
+"""MXNet's contexts, which Keras on MXNet took in `compile`: `context=[gpu(0), gpu(1)]`."""
 
 import re
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ _TEXT = re.compile(r"(cpu|gpu)(?:\(([0-9]*)\))?")
 
 @dataclass(frozen=True)
 class Context:
-    """A device by MXNet's name for it; prints as `gpu(0)`."""
+    """A device as MXNet names it; prints as `gpu(0)`."""
 
     device_type: str
     device_id: int
@@ -55,9 +55,9 @@ def compile(
 ) -> "keras.Model":
     """Compile a model to train on the devices of a list of contexts; returns the model itself.
 
-    Everything but `context` goes to `model.compile`. A context is `gpu(0)`, `cpu(0)` or a text such
-    as "gpu(0)"; one alone needs no list. CPU contexts give that many CPU replicas. Without any,
-    the model is compiled and stays where it is.
+    Everything but `context` goes to `model.compile`. A context is `gpu(0)`, `cpu(0)` or a string
+    such as "gpu(0)"; a single one needs no list. CPU contexts give that many CPU replicas.
+    Without any, the model is compiled and not made parallel.
 
     >>> import keras
     >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
@@ -70,11 +70,11 @@ def compile(
         contexts = _contexts(context)
         ids = [one.device_id for one in contexts]
         if current_world() is not None:
-            model = parallel(model)  # Devices were shared out when the processes were started.
+            model = parallel(model)  # The launcher has assigned the devices.
         elif contexts[0].device_type == "gpu":
             model = parallel(model, gpus=ids)
         else:
-            # Not `replicas=`, which would take GPUs where there are some.
+            # Not `replicas=`, which would use GPUs if there are any.
             model = spread(model, Placement("cpu", tuple(range(len(ids)))))
     model.compile(*args, **kwargs)
     return model
@@ -83,14 +83,14 @@ def compile(
 def _context(kind: str, device_id: int) -> Context:
     if not isinstance(device_id, int) or isinstance(device_id, bool) or device_id < 0:
         raise DeviceError(
-            f"Asked for {kind}({device_id!r}); found no id of a device. Ids are whole numbers "
+            f"Asked for {kind}({device_id!r}); that is not a device id. Ids are whole numbers "
             "from 0."
         )
     return Context(kind, device_id)
 
 
 def _contexts(given: Any) -> list[Context]:
-    """The contexts of a list, all of one kind and each once."""
+    """The contexts of a list; raises DeviceError for mixed kinds or repetitions."""
     items = [given] if isinstance(given, (Context, str)) else given
     if not isinstance(items, Sequence):
         raise DeviceError(
@@ -100,14 +100,14 @@ def _contexts(given: Any) -> list[Context]:
     contexts = [_read(item, given) for item in items]
     if not contexts:
         raise DeviceError(
-            "Asked for context=[]: no device at all. Name at least one, such as [gpu(0)], or leave "
+            "Asked for context=[], without a device. Name at least one, such as [gpu(0)], or leave "
             "context= out."
         )
     shown = f"[{', '.join(map(str, contexts))}]"
     if len({context.device_type for context in contexts}) > 1:
         raise DeviceError(
-            f"Asked for context={shown}, which mixes CPUs and GPUs: the slower would hold up every "
-            "step. Name devices of one kind."
+            f"Asked for context={shown}, which mixes CPUs and GPUs: each step would wait for the "
+            "slower. Name devices of one kind."
         )
     if len(set(contexts)) != len(contexts):
         raise DeviceError(f"Asked for context={shown}, which repeats one. Name each once.")
@@ -120,7 +120,7 @@ def _read(item: Any, given: Any) -> Context:
     match = _TEXT.fullmatch(item.strip().lower()) if isinstance(item, str) else None
     if match is None:
         raise DeviceError(
-            f"Asked for context={given!r}; {item!r} is no context. Write gpu(0), cpu(0) or a text "
-            'such as "gpu(0)".'
+            f"Asked for context={given!r}; {item!r} is not a context. Write gpu(0), cpu(0) or a "
+            'string such as "gpu(0)".'
         )
     return Context(match[1], int(match[2] or 0))

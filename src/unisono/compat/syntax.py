@@ -1,4 +1,4 @@
-"""Says why a file is no Python 3, and where."""
+"""Explains why a file is not Python 3, and where."""
 
 import ast
 import re
@@ -14,15 +14,15 @@ _PYTHON_2 = (
     ("the operator <>", r".*<>"),
     ("backticks", r".*`"),
     ("a number such as 0777 or 10L", r".*\b(0\d+|\d+[lL])\b"),
-    ("a text such as ur''", r".*\bur['\"]"),
+    ("a string such as ur''", r".*\bur['\"]"),
 )
 
 
 def check_syntax(code: bytes | str, place: str, first_line: int = 1) -> None:
-    """Raise SourceError where code does not parse; `first_line` is what its line 1 is called."""
+    """Raise SourceError if code does not parse; `first_line` is the number of its first line."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Old programs have "\d" in plain texts.
+            warnings.simplefilter("ignore")  # Old programs have "\d" in plain strings.
             ast.parse(code)
     except SyntaxError as error:
         raise SourceError(_explain(error, place, first_line)) from error
@@ -33,7 +33,7 @@ def check_syntax(code: bytes | str, place: str, first_line: int = 1) -> None:
 
 
 def too_deep(place: str) -> str:
-    """What is said of code that no parser gets to the bottom of."""
+    """The message for code that exceeds the parser's recursion limit."""
     return f"{place} is nested too deeply to be read."
 
 

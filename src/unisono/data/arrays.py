@@ -1,26 +1,58 @@
 """Arrays given to a model in a run of several processes: each process reads its own rows.
 
-Keras' own adapter says in which order rows are taken: it is asked to iterate the rows' numbers, so
-that batches and shuffles are exactly those of one device. Then only the share of this process is
-gathered.
+While such a call runs, the function by which Keras finds the adapter of some data is replaced. The
+order of rows is that of Keras' own adapter, which iterates the indices of the rows, so that
+batches and shuffles are exactly those of one device. Only this process' shard is then read.
 """
 
+import functools
 import importlib
 import itertools
+import threading
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import keras
 import numpy as np
+from keras.src.trainers import data_adapters
 from keras.src.trainers.data_adapters import array_slicing
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
-from unisono.data.adapters import changing_arrays
 from unisono.data.feed import Feed, Shard, checksum_of, short
+from unisono.hooks import Patch
 from unisono.keras_internals import partial_batches
+
+_thread = threading.local()
+
+
+@contextmanager
+def changing_arrays(change: Callable[[ArrayDataAdapter], Any]) -> Iterator[None]:
+    """Have Keras read the arrays of calls of this thread inside by `change(adapter)`."""
+    before = getattr(_thread, "change", None)
+    _thread.change = change
+    try:
+        with _patch.applied():
+            yield
+    finally:
+        _thread.change = before
+
+
+def _changing(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def get_data_adapter(*args: Any, **kwargs: Any) -> Any:
+        adapter = plain(*args, **kwargs)
+        change = getattr(_thread, "change", None)
+        if change is None or type(adapter) is not ArrayDataAdapter:
+            return adapter
+        return change(adapter)
+
+    return get_data_adapter
+
+
+_patch = Patch(lambda: data_adapters, "get_data_adapter", _changing)
 
 
 class SharedArrays(DataAdapter):

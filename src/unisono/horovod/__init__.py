@@ -1,23 +1,11 @@
 """Horovod's interface for Keras, on JAX, TensorFlow and torch: `import unisono.horovod as hvd`.
 
-A program written for Horovod runs with its import changed. Each process trains on batches of its
-own, and gradients are averaged between them; start several with `unisono run`. In new programs
+A program written for Horovod runs with its import changed. Each process trains on its own batches,
+and gradients are averaged over the processes; start them with `unisono run`. In new programs
 `unisono.parallel` is simpler, and gives the result of one device.
 """
 
 from unisono.horovod import callbacks, elastic
-from unisono.horovod.builds import (
-    ccl_built,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-)
 from unisono.horovod.collectives import (
     allgather,
     allreduce,
@@ -30,36 +18,46 @@ from unisono.horovod.collectives import (
     join,
     reducescatter,
 )
-from unisono.horovod.compression import Compression
-from unisono.horovod.loading import load_model
-from unisono.horovod.objects import allgather_object, broadcast_object
+from unisono.horovod.models import load_model
 from unisono.horovod.optimizer import DistributedOptimizer, PartialDistributedOptimizer
-from unisono.horovod.process_sets import (
-    ProcessSet,
-    add_process_set,
-    global_process_set,
-    remove_process_set,
-)
 from unisono.horovod.processes import (
+    ccl_built,
     cross_rank,
     cross_size,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
     init,
     is_homogeneous,
     is_initialized,
     local_rank,
     local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
     rank,
+    rocm_built,
+    run,
     shutdown,
     size,
     start_timeline,
     stop_timeline,
 )
-from unisono.horovod.reductions import Adasum, Average, Max, Min, Product, Sum
-from unisono.horovod.running import run
-from unisono.horovod.seeds import seed_processes as _seed_processes
+from unisono.horovod.reductions import Adasum, Average, Compression, Max, Min, Product, Sum
+from unisono.horovod.session import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
+)
+from unisono.horovod.session import seed_processes as _seed_processes
 from unisono.horovod.variables import (
+    allgather_object,
     broadcast_,
     broadcast_global_variables,
+    broadcast_object,
     broadcast_variables,
 )
 

@@ -1,15 +1,14 @@
-"""The callbacks of Horovod, for `fit` with a `DistributedOptimizer`."""
+"""Horovod's callbacks, for `fit` with a `DistributedOptimizer`."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
 
+from unisono.horovod.collectives import reduce_all
 from unisono.horovod.execution import Collective
-from unisono.horovod.grouped import reduce_all
-from unisono.horovod.process_sets import global_process_set
 from unisono.horovod.reductions import Average
-from unisono.horovod.session import session
+from unisono.horovod.session import global_process_set, session
 from unisono.horovod.variables import broadcast_variables, variables_of
 
 __all__ = [
@@ -22,9 +21,9 @@ __all__ = [
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Gives all processes the weights of one, and its optimizer's state, before the first step.
+    """Broadcasts the weights and the optimizer's state of one process before the first step.
 
-    Where a model is built by its first batch only, after that.
+    If the model is built by its first batch, after that batch.
 
     >>> import unisono.horovod as hvd
     >>> hvd.init()
@@ -41,7 +40,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._local = {id(each) for each in ([one] if one is not None else local_variables or ())}
 
     def register_local_var(self, variable: Any) -> None:
-        """Leave a variable as it is in each process."""
+        """Do not broadcast this variable."""
         self._local.add(id(variable))
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -77,7 +76,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         if not logs or session().size == 1:
             return
         names = sorted(logs)
-        # The names are compared too: processes with other metrics are told so.
+        # The names are part of the request: processes with other metrics raise an error.
         collective = Collective(
             "allreduce", global_process_set, f"metrics {', '.join(names)}", tuple(names), Average
         )
@@ -89,7 +88,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
 class LearningRateScheduleCallback(keras.callbacks.Callback):
     """Sets the learning rate to `initial_lr * multiplier(epoch)` from one epoch to another.
 
-    With `staircase` once an epoch, else before each batch, for a fraction of an epoch. A number
+    With `staircase` once per epoch, else before each batch with a fraction of an epoch. A number
     as `multiplier` decays the rate by that factor each epoch. When the rate changes, momentum is
     corrected for it, as in "Accurate, Large Minibatch SGD".
 
@@ -110,7 +109,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
     ) -> None:
         super().__init__()
         if initial_lr is None:
-            raise ValueError("Received initial_lr=None. Give the learning rate to begin with.")
+            raise ValueError("Received initial_lr=None. Give the initial learning rate.")
         self.initial_lr = initial_lr
         self.start_epoch = start_epoch
         self.end_epoch = end_epoch
@@ -130,8 +129,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             self.steps_per_epoch = (self.params or {}).get("steps")
             if not self.steps_per_epoch:
                 raise ValueError(
-                    "The data does not tell how many steps an epoch has. Give steps_per_epoch= to "
-                    f"{type(self).__name__}."
+                    "The number of steps of an epoch is unknown for this data. Give "
+                    f"steps_per_epoch= to {type(self).__name__}."
                 )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -179,7 +178,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         def multiplier(epoch: float) -> float:
             assert self.steps_per_epoch
             size = session().size
-            # One step ahead, so that epochs end at round numbers.
+            # One step ahead, as in Horovod: the last step of the warm-up has the full rate.
             progress = (epoch + 1 / self.steps_per_epoch) / warmup_epochs
             return (progress * (size - 1) + 1) / size
 
@@ -252,10 +251,10 @@ def _rate(optimizer: Any) -> float:
 
 
 def _scale_momentum(optimizer: Any, factor: float) -> None:
-    """Make up for a new learning rate in velocities, which contain the old one.
+    """Scale velocities, which contain the old learning rate, to the new one.
 
-    The same as Horovod's momentum times that factor for one step; in Keras 3 momentum is a
-    constant of a compiled step, and a velocity is a variable.
+    Equal to Horovod's scaling of momentum for one step; in Keras 3 momentum is a constant of the
+    compiled step, and velocities are variables.
     """
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     if isinstance(optimizer, keras.optimizers.SGD | keras.optimizers.RMSprop):

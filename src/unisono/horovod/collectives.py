@@ -1,9 +1,9 @@
-"""The collectives of Horovod: values of all processes reduced, gathered, exchanged.
+"""Horovod's collectives: all-reduce, all-gather, broadcast, reduce-scatter, all-to-all, join.
 
-They take anything that Keras can make a tensor of, and return tensors of the backend. Processes
-may call them eagerly on every backend and inside tf.function on TensorFlow; on TensorFlow and
-torch gradients pass through them. Every process of the set must make the same call: where they
-differ, all of them get a DisagreementError that says how.
+They take anything that Keras converts to a tensor, and return tensors of the backend. They can be
+called eagerly on every backend, and inside tf.function on TensorFlow; TensorFlow and torch
+differentiate through them, with gradients scaled as Horovod scales them. Every process of the set
+must make the same call: if calls differ, all processes raise a DisagreementError that says how.
 """
 
 from collections.abc import Sequence
@@ -11,14 +11,11 @@ from typing import Any
 
 import keras
 
-from unisono.horovod.compression import Compression, Compressor
-from unisono.horovod.execution import Collective, as_tensor, run, scale, take_part_with_zeros
-from unisono.horovod.frameworks import is_sparse, run_here, with_rows
-from unisono.horovod.grouped import broadcast_all, gather_all, reduce_all, run_all
-from unisono.horovod.negotiation import negotiate
-from unisono.horovod.process_sets import ProcessSet, check_member, global_process_set
-from unisono.horovod.reductions import Average, ReduceOp, Sum, resolve
-from unisono.horovod.requests import JOIN, Request
+from unisono.horovod.execution import Collective, as_tensor, execute_with_zeros, run, scale
+from unisono.horovod.frameworks import framework
+from unisono.horovod.negotiation import JOIN, Request, negotiate
+from unisono.horovod.reductions import Average, Compression, Compressor, ReduceOp, Sum, resolve
+from unisono.horovod.session import ProcessSet, check_member, global_process_set
 
 _SCALED = "prescale_factor and postscale_factor are not possible with IndexedSlices."
 
@@ -33,18 +30,18 @@ def allreduce(
     compression: type[Compressor] = Compression.none,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The average of a value over all processes, or what `op` asks for.
+    """The average of a value over all processes, or the reduction that `op` names.
 
     >>> import keras, unisono.horovod as hvd
     >>> hvd.init()
     >>> float(hvd.allreduce(3.0, op=hvd.Sum))
     3.0
     """
-    wanted = resolve(op, average)
+    reduction = resolve(op, average)
     scales = (prescale_factor, postscale_factor)
-    if is_sparse(value):
-        return _allreduce_rows(value, name, wanted, scales, process_set)
-    collective = Collective("allreduce", process_set, name or "", (), wanted, None, scales)
+    if framework().is_sparse(value):
+        return _allreduce_rows(value, name, reduction, scales, process_set)
+    collective = Collective("allreduce", process_set, name or "", (), reduction, None, scales)
     return reduce_all(collective, [value], compression)[0]
 
 
@@ -65,10 +62,10 @@ def grouped_allreduce(
     >>> [float(total) for total in hvd.grouped_allreduce([1.0, 2.0], op=hvd.Max)]
     [1.0, 2.0]
     """
-    wanted = resolve(op, average)
+    reduction = resolve(op, average)
     scales = (prescale_factor, postscale_factor)
-    dense = [place for place, value in enumerate(tensors) if not is_sparse(value)]
-    collective = Collective("allreduce", process_set, name or "", (), wanted, None, scales)
+    dense = [place for place, value in enumerate(tensors) if not framework().is_sparse(value)]
+    collective = Collective("allreduce", process_set, name or "", (), reduction, None, scales)
     results = dict(
         zip(
             dense,
@@ -78,14 +75,14 @@ def grouped_allreduce(
     )
     for place, value in enumerate(tensors):
         if place not in results:
-            results[place] = _allreduce_rows(value, name, wanted, scales, process_set)
+            results[place] = _allreduce_rows(value, name, reduction, scales, process_set)
     return [results[place] for place in range(len(tensors))]
 
 
 def allgather(
     value: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """The values of all processes, joined along their first dimension, which may differ.
+    """The values of all processes, concatenated along the first dimension, which may differ.
 
     >>> import unisono.horovod as hvd
     >>> hvd.init()
@@ -114,7 +111,7 @@ def broadcast(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The value of one process, in all of them; `root_rank` is its rank in the whole run.
+    """The value of one process, in all processes; `root_rank` is its rank in the run.
 
     >>> import unisono.horovod as hvd
     >>> hvd.init()
@@ -133,7 +130,7 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Any:
-    """This process' share of the rows of an `allreduce`; the first ranks may have one row more.
+    """This process' shard of the rows of an `allreduce`; the first ranks may get one row more.
 
     >>> import unisono.horovod as hvd
     >>> hvd.init()
@@ -161,14 +158,14 @@ def grouped_reducescatter(
     >>> len(hvd.grouped_reducescatter([[1.0], [2.0]]))
     2
     """
-    wanted = resolve(op)
-    if wanted not in (Average, Sum):
-        raise ValueError(f"Received op=hvd.{wanted.name}. Give hvd.Average or hvd.Sum.")
+    reduction = resolve(op)
+    if reduction not in (Average, Sum):
+        raise ValueError(f"Received op=hvd.{reduction.name}. Give hvd.Average or hvd.Sum.")
     scales = (prescale_factor, postscale_factor)
-    collective = Collective("reducescatter", process_set, name or "", (), wanted, None, scales)
+    collective = Collective("reducescatter", process_set, name or "", (), reduction, None, scales)
 
     def backward(upstream: list[Any]) -> list[Any]:
-        count = len(process_set.ranks) if wanted is Sum else 1
+        count = len(process_set.ranks) if reduction is Sum else 1
         factor = prescale_factor * postscale_factor * count
         gather = Collective("allgather", process_set, name or "")
         return run_all(gather, [scale(each, factor) for each in upstream], None, has_rows=True)
@@ -187,10 +184,10 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Give every process some rows of a value: `splits[i]` rows to the i-th, or equal parts.
+    """Send `splits[i]` rows of a value to the i-th process, or equal numbers of rows.
 
-    Returns the rows received, in the order of the ranks; with `splits`, also how many came from
-    each.
+    Returns the received rows in the order of the ranks; with `splits`, also how many came from
+    each process.
 
     >>> import unisono.horovod as hvd
     >>> hvd.init()
@@ -216,15 +213,15 @@ def alltoall(
         return [(keras.backend.standardize_dtype(given.dtype), rows), ("int32", (count,))]
 
     inputs = [given] if splits is None else [given, as_tensor(splits)]
-    results = run_here(collective.title, inputs, forward, backward, shapes)
+    results = framework().run(collective.title, inputs, forward, backward, shapes)
     received.append(results[1])
     return results[0] if splits is None else (results[0], results[1])
 
 
 def join(device: int = -1) -> int:
-    """This process has no more data: give zeros to the others' `allreduce` until all have joined.
+    """This process has no more data: contribute zeros to the others' `allreduce` until all joined.
 
-    Returns the rank that joined last. `device` is accepted and not needed.
+    Returns the rank that joined last. `device` is accepted and ignored.
 
     >>> import unisono.horovod as hvd
     >>> hvd.init()
@@ -236,11 +233,11 @@ def join(device: int = -1) -> int:
         agreement = negotiate(Request(JOIN), process_set)
         if agreement.last_to_join is not None:
             return agreement.last_to_join
-        take_part_with_zeros(agreement.request, process_set)
+        execute_with_zeros(agreement.request, process_set)
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Wait until all processes have come here.
+    """Wait until all processes have called this.
 
     >>> import unisono.horovod as hvd
     >>> hvd.init()
@@ -256,7 +253,7 @@ def _allreduce_rows(
     scales: tuple[float, float],
     process_set: ProcessSet,
 ) -> Any:
-    """A sum of tensors that are given as some of their rows: all rows of all processes."""
+    """All-reduce IndexedSlices: gather the rows of all processes."""
     if op not in (Average, Sum):
         raise NotImplementedError(f"hvd.{op.name} is not possible with IndexedSlices.")
     if scales != (1.0, 1.0):
@@ -265,7 +262,7 @@ def _allreduce_rows(
     values, indices = run_all(collective, [value.values, value.indices], None, has_rows=True)
     if op is Average:
         values = values / len(check_member(process_set).ranks)
-    return with_rows(value, values, indices)
+    return framework().with_rows(value, values, indices)
 
 
 def _equal_parts(tensor: Any, count: int) -> list[int]:
@@ -275,3 +272,96 @@ def _equal_parts(tensor: Any, count: int) -> list[int]:
 
 def _numbers(splits: Any) -> list[int]:
     return [int(number) for number in keras.ops.convert_to_numpy(splits).reshape(-1)]
+
+
+def reduce_all(
+    collective: Collective, values: Sequence[Any], compression: type[Compressor] = Compression.none
+) -> list[Any]:
+    """Reduce several values in one collective."""
+    if not values:
+        return []
+    packed = [compression.compress(as_tensor(value)) for value in values]
+
+    def backward(upstream: list[Any]) -> list[Any]:
+        if collective.op not in (Average, Sum):
+            assert collective.op is not None
+            raise NotImplementedError(f"hvd.{collective.op.name} has no gradient.")
+        return reduce_all(collective, upstream)
+
+    results = run_all(collective, [tensor for tensor, _ in packed], backward)
+    return [
+        compression.decompress(result, context)
+        for result, (_, context) in zip(results, packed, strict=True)
+    ]
+
+
+def gather_all(collective: Collective, values: Sequence[Any]) -> list[Any]:
+    """Gather several values in one collective."""
+    given = [as_tensor(value) for value in values]
+
+    def backward(upstream: list[Any]) -> list[Any]:
+        totals = reduce_all(_average_of(collective), upstream)
+        return [_own_rows(total, own, collective) for total, own in zip(totals, given, strict=True)]
+
+    return run_all(collective, given, backward, has_rows=True)
+
+
+def broadcast_all(
+    values: Sequence[Any],
+    root_rank: int,
+    names: Sequence[str],
+    name: str | None,
+    process_set: ProcessSet,
+) -> list[Any]:
+    """Broadcast several values in one collective."""
+    if not values:
+        return []
+    collective = Collective(
+        "broadcast", process_set, name or "", tuple(names), None, int(root_rank)
+    )
+    given = [as_tensor(value) for value in values]
+
+    def backward(upstream: list[Any]) -> list[Any]:
+        totals = reduce_all(_average_of(collective), upstream)
+        is_root = process_set.ranks[process_set.rank() or 0] == root_rank
+        return totals if is_root else [keras.ops.zeros_like(total) for total in totals]
+
+    return run_all(collective, given, backward)
+
+
+def run_all(
+    collective: Collective, tensors: list[Any], backward: Any, *, has_rows: bool = False
+) -> list[Any]:
+    """A collective with one result per tensor; `has_rows`: the number of rows may change."""
+    if not tensors:
+        return []
+
+    def shapes() -> list[Any]:
+        return [
+            (
+                keras.backend.standardize_dtype(tensor.dtype),
+                (None, *tensor.shape[1:]) if has_rows and tensor.shape.rank else tensor.shape,
+            )
+            for tensor in tensors
+        ]
+
+    return framework().run(
+        collective.title,
+        tensors,
+        lambda given: run(collective, given)[0],
+        backward,
+        shapes,
+    )
+
+
+def _average_of(collective: Collective) -> Collective:
+    return Collective("allreduce", collective.process_set, collective.name, (), Average)
+
+
+def _own_rows(total: Any, own: Any, collective: Collective) -> Any:
+    """The rows of a gathered tensor that came from this process."""
+    members = collective.process_set
+    num_rows = keras.ops.shape(own)[0]
+    (counts,) = gather_all(Collective("allgather", members), [keras.ops.reshape(num_rows, (1,))])
+    before = keras.ops.sum(counts[: members.rank()])
+    return total[before : before + num_rows]

@@ -1,4 +1,4 @@
-"""Horovod's elastic training, which is not here yet: every name says so when it is used."""
+"""Horovod's elastic training, which is not implemented: every name raises an error when used."""
 
 from typing import Any
 
@@ -8,5 +8,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(name)
     raise NotImplementedError(
         f"hvd.elastic.{name} is not implemented yet. A run has the same processes from its start "
-        "to its end; save checkpoints, and start it again from the last one."
+        "to its end: save checkpoints, and restart it from the last one."
     )

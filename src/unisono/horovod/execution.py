@@ -1,7 +1,7 @@
-"""One collective from the call of a program to its results: agreed on, then done by the engine."""
+"""One collective from its call to its results: negotiated, then executed by the backend."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,23 +10,21 @@ import numpy as np
 
 from unisono.backends import Collectives, load_backend
 from unisono.horovod import timeline
-from unisono.horovod.alone import Alone
-from unisono.horovod.negotiation import executed, negotiate
-from unisono.horovod.process_sets import ProcessSet, check_member
+from unisono.horovod.frameworks import framework
+from unisono.horovod.negotiation import Request, TensorSpec, executed, negotiate
 from unisono.horovod.reductions import ReduceOp
-from unisono.horovod.requests import Request, TensorSpec
-from unisono.horovod.session import session, world_of_session
+from unisono.horovod.session import ProcessSet, check_member, session, world_of_session
 
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective that a program has called."""
+    """A collective as the program called it."""
 
     kind: str
     process_set: ProcessSet
     name: str = ""
     names: tuple[str, ...] = ()
-    """Of the tensors, where there are several."""
+    """Names of the tensors, if there are several."""
     op: ReduceOp | None = None
     root: int | None = None
     scales: tuple[float, float] = (1.0, 1.0)
@@ -37,7 +35,7 @@ class Collective:
 
 
 def as_tensor(value: Any) -> Any:
-    """A tensor of the backend, of anything that can be one."""
+    """Any value as a tensor of the backend."""
     return value if keras.ops.is_tensor(value) else keras.ops.convert_to_tensor(value)
 
 
@@ -48,49 +46,49 @@ def run(
     splits: Sequence[int] | None = None,
     note: Any = None,
 ) -> tuple[list[Any], list[Any]]:
-    """Do a collective with eager tensors: its results, and every process' note."""
+    """Execute a collective with eager tensors: its results, and every process' note."""
     process_set = check_member(collective.process_set)
     request = _request(collective, tensors, splits)
     agreement = negotiate(request, process_set, note)
-    results = take_part(agreement.request, process_set, tensors, splits)
+    results = execute(agreement.request, process_set, tensors, splits)
     return results, agreement.notes
 
 
-def take_part(
+def execute(
     request: Request,
     process_set: ProcessSet,
     tensors: Sequence[Any],
     splits: Sequence[int] | None = None,
 ) -> list[Any]:
-    """Do what was agreed on with the engine's collectives."""
+    """Execute an agreed request with the backend's collectives."""
     begin = time.time()
-    engine = _engine(process_set)
+    collectives = _collectives(process_set)
     results: list[Any]
     if request.kind == "allreduce":
-        results = _allreduce(engine, request, tensors)
+        results = _allreduce(collectives, request, tensors)
     elif request.kind == "allgather":
-        results = [_join_rows(engine.all_gather(tensor)) for tensor in tensors]
+        results = [_join_rows(collectives.all_gather(tensor)) for tensor in tensors]
     elif request.kind == "broadcast":
         assert request.root is not None
-        results = list(engine.broadcast(tensors, process_set.ranks.index(request.root)))
+        results = list(collectives.broadcast(tensors, process_set.ranks.index(request.root)))
     elif request.kind == "reducescatter":
-        results = [_reducescatter(engine, request, tensor) for tensor in tensors]
+        results = [_reducescatter(collectives, request, tensor) for tensor in tensors]
     elif request.kind == "alltoall":
         assert splits is not None
-        rows, received = engine.all_to_all(tensors[0], splits)
+        rows, received = collectives.all_to_all(tensors[0], splits)
         results = [rows, keras.ops.convert_to_tensor(np.array(received, "int32"))]
     else:
         results = []
     if timeline.is_recording():
-        _wait(results)
+        framework().wait(results)
     executed(process_set, request, (begin, time.time()))
     return results
 
 
-def take_part_with_zeros(request: Request, process_set: ProcessSet) -> None:
-    """What a process that has joined gives to the collectives of the others."""
+def execute_with_zeros(request: Request, process_set: ProcessSet) -> None:
+    """Contribute zeros to the others' collective, from a process that has joined."""
     zeros = [keras.ops.zeros(each.shape, each.dtype) for each in request.tensors]
-    take_part(request, process_set, zeros)
+    execute(request, process_set, zeros)
 
 
 def _request(
@@ -115,7 +113,7 @@ def _request(
 def _problem(
     collective: Collective, specs: Sequence[TensorSpec], splits: Sequence[int] | None
 ) -> str:
-    """What is wrong with a call in this process alone: the others must hear of it too."""
+    """What is wrong with this process' arguments, which is reported in every process."""
     ranks = collective.process_set.ranks
     if collective.root is not None and collective.root not in ranks:
         return f"root_rank {collective.root} is not among the ranks {ranks}."
@@ -129,43 +127,37 @@ def _problem(
     return ""
 
 
-def _engine(process_set: ProcessSet) -> Collectives:
+def _collectives(process_set: ProcessSet) -> Collectives:
     """The backend's collectives among the processes of a set."""
     if world_of_session() is None or len(process_set.ranks) == 1:
         return Alone()
-    engine = load_backend(keras.backend.backend())
-    everyone = len(process_set.ranks) == session().size
-    return engine.collectives(None if everyone else process_set.ranks)
+    is_everyone = len(process_set.ranks) == session().size
+    backend = load_backend(keras.backend.backend())
+    return backend.collectives(None if is_everyone else process_set.ranks)
 
 
-def _allreduce(engine: Collectives, request: Request, tensors: Sequence[Any]) -> list[Any]:
-    if keras.backend.backend() != "jax" or len(tensors) == 1:
-        return _reduce(engine, request, tensors)
-    from unisono.horovod.jax_packing import pack, unpack
-
-    return unpack(_reduce(engine, request, pack(tensors)), tensors)
-
-
-def _reduce(engine: Collectives, request: Request, tensors: Sequence[Any]) -> list[Any]:
-    before, after = request.scales
-    op = "sum" if request.op == "Average" else request.op.lower()
-    results = engine.all_reduce([scale(tensor, before) for tensor in tensors], op)
-    if request.op == "Average":
-        results = [divide(result, engine.size) for result in results]
-    return [scale(result, after) for result in results]
+def _allreduce(collectives: Collectives, request: Request, tensors: Sequence[Any]) -> list[Any]:
+    packed, unpack = framework().pack(tensors)
+    before, op = request.scales[0], _sum_op(request)
+    results = collectives.all_reduce([scale(tensor, before) for tensor in packed], op)
+    return list(unpack([_finish(result, request, collectives.size) for result in results]))
 
 
-def _reducescatter(engine: Collectives, request: Request, tensor: Any) -> Any:
-    before, after = request.scales
-    op = "sum" if request.op == "Average" else request.op.lower()
-    result = engine.reduce_scatter(scale(tensor, before), op)
-    if request.op == "Average":
-        result = divide(result, engine.size)
-    return scale(result, after)
+def _reducescatter(collectives: Collectives, request: Request, tensor: Any) -> Any:
+    result = collectives.reduce_scatter(scale(tensor, request.scales[0]), _sum_op(request))
+    return _finish(result, request, collectives.size)
+
+
+def _sum_op(request: Request) -> str:
+    return "sum" if request.op == "Average" else request.op.lower()
+
+
+def _finish(result: Any, request: Request, size: int) -> Any:
+    return scale(divide(result, size) if request.op == "Average" else result, request.scales[1])
 
 
 def scale(tensor: Any, factor: float) -> Any:
-    """A tensor times a number, in its own type, computed as Horovod does.
+    """A tensor times a number, in its own data type, computed as Horovod does.
 
     Half precision is scaled in float32, integers in float64 and then truncated.
     """
@@ -176,14 +168,11 @@ def scale(tensor: Any, factor: float) -> Any:
         wide = "float32" if dtype in ("float16", "bfloat16") else dtype
         product = keras.ops.multiply(keras.ops.cast(tensor, wide), keras.ops.cast(factor, wide))
         return keras.ops.cast(product, dtype)
-    if keras.backend.backend() == "jax":  # It has no float64 unless the whole process has.
-        numbers = keras.ops.convert_to_numpy(tensor).astype("float64")
-        return keras.ops.convert_to_tensor((numbers * factor).astype(dtype))
-    return keras.ops.cast(keras.ops.multiply(keras.ops.cast(tensor, "float64"), factor), dtype)
+    return framework().scale_integers(tensor, factor, dtype)
 
 
 def divide(tensor: Any, count: int) -> Any:
-    """A sum of so many as their average, in its own type."""
+    """The average of a sum over `count` processes, in its own data type."""
     dtype = keras.backend.standardize_dtype(tensor.dtype)
     if count == 1 or dtype == "bool":
         return tensor
@@ -192,7 +181,7 @@ def divide(tensor: Any, count: int) -> Any:
     whole = keras.ops.cast(count, dtype)
     if dtype.startswith("u"):
         return keras.ops.floor_divide(tensor, whole)
-    # Towards zero, as Horovod does.
+    # Rounded towards zero, as Horovod does.
     return keras.ops.sign(tensor) * keras.ops.floor_divide(keras.ops.abs(tensor), whole)
 
 
@@ -200,9 +189,26 @@ def _join_rows(parts: list[Any]) -> Any:
     return parts[0] if len(parts) == 1 else keras.ops.concatenate(parts, axis=0)
 
 
-def _wait(results: Sequence[Any]) -> None:
-    """Until results are there, so that a timeline shows how long they took."""
-    for result in results:
-        wait: Callable[[], Any] | None = getattr(result, "block_until_ready", None)
-        if wait is not None:
-            wait()
+class Alone:
+    """The collectives of a single process (see backends.base.Collectives)."""
+
+    rank = 0
+    size = 1
+
+    def all_reduce(self, tensors: Sequence[Any], op: str) -> list[Any]:
+        return list(tensors)
+
+    def all_gather(self, tensor: Any) -> list[Any]:
+        return [tensor]
+
+    def broadcast(self, tensors: Sequence[Any], root: int) -> list[Any]:
+        return list(tensors)
+
+    def reduce_scatter(self, tensor: Any, op: str) -> Any:
+        return tensor
+
+    def all_to_all(self, tensor: Any, splits: Sequence[int]) -> tuple[Any, list[int]]:
+        return tensor, list(splits)
+
+    def barrier(self) -> None:
+        return

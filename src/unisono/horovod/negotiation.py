@@ -1,40 +1,172 @@
-"""Before each collective the processes tell each other what they are about to do.
+"""Before each collective, the processes compare what they are about to do.
 
-So a difference is an error of all of them that names it, and nobody enters a collective that
-others never come to. In the usual case a request is a checksum; only where checksums differ, or a
-process has joined and must know what to give zeros for, is it told in full.
+So a difference is an error with the same message in all of them, and no process enters a collective
+that the others never call. Usually a request is sent as a checksum, and in full only if checksums
+differ or if a process that has joined must know what to contribute zeros for.
 """
 
+import hashlib
+import json
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from unisono.errors import UnisonoError
 from unisono.horovod import timeline
-from unisono.horovod.frameworks import disagreement
-from unisono.horovod.process_sets import ProcessSet
-from unisono.horovod.requests import JOIN, Request, difference
-from unisono.horovod.session import session, world_of_session
+from unisono.horovod.frameworks import framework
+from unisono.horovod.session import ProcessSet, session, world_of_session
 from unisono.launch.client import World
+
+JOIN = "join"
+RAGGED = ("allgather", "alltoall")
+"""Collectives whose tensors may differ in their number of rows."""
+_OF_ROWS = (*RAGGED, "reducescatter")
+_WITHOUT_JOIN = ("allgather", "alltoall", "broadcast", "reducescatter")
+_ADVICE = (
+    "Every process must call the same collectives, in the same order, with tensors of the same "
+    "types and shapes."
+)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of a request."""
+
+    name: str
+    """For messages only: the same variable may have another number in another process."""
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Request:
+    """A collective as one process requests it."""
+
+    kind: str
+    name: str = ""
+    """The `name` argument, or empty."""
+    tensors: tuple[TensorSpec, ...] = ()
+    op: str = ""
+    root: int | None = None
+    scales: tuple[float, float] = (1.0, 1.0)
+    problem: str = ""
+    """What is wrong with this process' arguments."""
+
+    @property
+    def title(self) -> str:
+        return f"hvd.{self.kind}({self.name!r})" if self.name else f"hvd.{self.kind}()"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Request":
+        tensors = tuple(
+            TensorSpec(**{**each, "shape": tuple(each["shape"])}) for each in data["tensors"]
+        )
+        return cls(**{**data, "tensors": tensors, "scales": tuple(data["scales"])})
+
+    def digest(self) -> str:
+        """Equal for requests that agree."""
+        data = self.to_json()
+        data["tensors"] = [[each.dtype, _fixed(each.shape, self.kind)] for each in self.tensors]
+        text = json.dumps(data, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def difference(requests: Mapping[int, Request], *, is_joined: bool) -> str | None:
+    """Why the requested collective is not possible; None if it is."""
+    for rank, request in requests.items():
+        if request.problem:
+            return f"{request.title} cannot be done by rank {rank}: {request.problem}"
+    for find in _DIFFERENCES:
+        found = find(requests)
+        if found is not None:
+            return f"{found} {_ADVICE}"
+    first = next(iter(requests.values()))
+    if is_joined and first.kind in _WITHOUT_JOIN:
+        return (
+            f"{first.title} is not possible once a process has called hvd.join(): it has no rows "
+            "to give. Call hvd.join() last; sparse gradients need sparse_as_dense=True."
+        )
+    if first.kind in _OF_ROWS and any(not each.shape for each in first.tensors):
+        return f"{first.title} needs tensors with rows; it was given a scalar. Give a list of one."
+    return None
+
+
+def _compare(what: str, read: Callable[[Request], Any], text: str = "{}") -> Callable[..., Any]:
+    """A function that finds the first rank whose request differs from the lowest rank's."""
+
+    def find(requests: Mapping[int, Request]) -> str | None:
+        (first, reference), *others = requests.items()
+        for rank, request in others:
+            if read(request) != read(reference):
+                mine, theirs = (text.format(read(each)) for each in (reference, request))
+                where = f" in {reference.title}" if reference.kind == request.kind else ""
+                return f"Mismatched {what}{where}: rank {first} {mine}, rank {rank} {theirs}."
+        return None
+
+    return find
+
+
+def _compare_tensors(requests: Mapping[int, Request]) -> str | None:
+    (first, reference), *others = requests.items()
+    for rank, request in others:
+        for one, other in zip(reference.tensors, request.tensors, strict=True):
+            found = _compare_tensor(one, other, first, rank, reference)
+            if found is not None:
+                return found
+    return None
+
+
+def _compare_tensor(
+    one: TensorSpec, other: TensorSpec, first: int, rank: int, request: Request
+) -> str | None:
+    which = f" of {one.name!r}" if one.name else ""
+    if one.dtype != other.dtype:
+        what, mine, theirs = "data types", f"gave {one.dtype}", other.dtype
+    elif _fixed(one.shape, request.kind) != _fixed(other.shape, request.kind):
+        what, mine, theirs = "shapes", f"gave {list(one.shape)}", str(list(other.shape))
+    else:
+        return None
+    where = f"{which} in {request.title}"
+    return f"Mismatched {what}{where}: rank {first} {mine}, rank {rank} {theirs}."
+
+
+def _fixed(shape: Sequence[int], kind: str) -> list[int]:
+    """The dimensions that must agree, and their number."""
+    return [len(shape), *(shape[1:] if kind in RAGGED else shape)]
+
+
+_DIFFERENCES = (
+    _compare("operations", lambda request: request.kind, "did hvd.{}"),
+    _compare("names", lambda request: request.name, "gave {!r}"),
+    _compare("numbers of tensors", lambda request: len(request.tensors), "gave {}"),
+    _compare_tensors,
+    _compare("reduction operations", lambda request: request.op, "gave hvd.{}"),
+    _compare("scale factors", lambda request: request.scales, "gave {}"),
+    _compare("root ranks", lambda request: request.root, "gave {}"),
+)
+
 
 _TOPIC = "a collective of unisono.horovod"
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all processes of a set are about to do together."""
+    """What all processes of a set are about to execute."""
 
     request: Request
     notes: list[Any]
-    """What each process of the set wanted the others to know."""
+    """What each process of the set passed along with its request."""
     last_to_join: int | None = None
-    """Where all have joined: who was last."""
+    """The last rank to join, if all have joined."""
 
 
 @dataclass
 class _Course:
-    """How far a process set has come."""
+    """The previous collective of a process set, for the timeline, and who has joined."""
 
     names: Sequence[str] = ()
     kind: str = ""
@@ -46,9 +178,9 @@ _courses: dict[tuple[int, ...], _Course] = {}
 
 
 def negotiate(request: Request, process_set: ProcessSet, note: Any = None) -> Agreement:
-    """Come to the next collective of a set; what it is, once all have come.
+    """Agree with the other processes of a set on its next collective.
 
-    DisagreementError in every process where their requests differ.
+    Raises DisagreementError in every process if requests differ.
     """
     world = world_of_session()
     if world is None:
@@ -80,7 +212,7 @@ def negotiate(request: Request, process_set: ProcessSet, note: Any = None) -> Ag
 
 
 def executed(process_set: ProcessSet, request: Request, span: timeline.Span) -> None:
-    """Note when this process did its part of a collective."""
+    """Record when this process executed a collective."""
     course = _courses.setdefault(tuple(process_set.ranks), _Course())
     course.span = span
     timeline.record(session().rank, _names(request), request.kind.upper(), span)
@@ -91,7 +223,7 @@ def _alone(request: Request, note: Any) -> Agreement:
         return Agreement(request, [], last_to_join=0)
     found = difference({0: request}, is_joined=False)
     if found is not None:
-        raise disagreement(found, is_bad_argument=bool(request.problem))
+        raise framework().disagreement(found, is_bad_argument=bool(request.problem))
     return Agreement(request, [note])
 
 
@@ -102,14 +234,14 @@ def _agreed(
     answers: list[Any],
     joined: set[int],
 ) -> Request:
-    """The one request of all that have not joined."""
+    """The common request of all processes that have not joined."""
     digests = {answer["digest"] for answer in answers} - {JOIN}
     if len(digests) == 1 and not joined:
         found = difference({session().rank: request}, is_joined=False)
         requests = [request]
     else:
-        told = None if request.kind == JOIN else request.to_json()
-        every = _exchange(world, request, told, process_set)
+        data = None if request.kind == JOIN else request.to_json()
+        every = _exchange(world, request, data, process_set)
         by_rank = {
             rank: Request.from_json(each)
             for rank, each in zip(process_set.ranks, every, strict=True)
@@ -119,7 +251,7 @@ def _agreed(
         requests = list(by_rank.values())
     if found is not None:
         is_bad_argument = any(each.problem for each in requests)
-        raise disagreement(found, is_bad_argument=is_bad_argument)
+        raise framework().disagreement(found, is_bad_argument=is_bad_argument)
     return requests[0]
 
 
@@ -132,17 +264,17 @@ def _exchange(world: World, request: Request, value: Any, process_set: ProcessSe
 
 
 def _names(request: Request) -> list[str]:
-    """What the tensors are called in a timeline."""
+    """The names of the tensors in a timeline."""
     unnamed = request.name or request.kind
     if len(request.tensors) < 2:
         return [unnamed]
     names = [each.name for each in request.tensors]
-    is_told = len(set(names)) == len(names)
-    return names if is_told else [f"{unnamed}.{place}" for place in range(len(names))]
+    is_unique = len(set(names)) == len(names)
+    return names if is_unique else [f"{unnamed}.{place}" for place in range(len(names))]
 
 
 def _record_spans(course: _Course, process_set: ProcessSet, answers: list[Any]) -> None:
-    """Other ranks tell when they did the previous collective with the request for this one."""
+    """Requests carry the times of the previous collective in their process."""
     if not timeline.is_recording() or not course.kind:
         return
     for rank, answer in zip(process_set.ranks, answers, strict=True):

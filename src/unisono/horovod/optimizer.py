@@ -1,24 +1,145 @@
 """`DistributedOptimizer`: an optimizer that applies the gradients of all processes.
 
-The optimizer that is given keeps its class, its configuration and its state; `apply` is bound to
-the one instance. So a saved model is a plain file of Keras, which loads without unisono.
+The given optimizer keeps its class, configuration and state; `apply` is bound on the instance. So
+a saved model is a plain Keras file, which loads without unisono.
 """
 
+import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import keras
 
 from unisono.hooks import bind, original
-from unisono.horovod.builds import rocm_built
-from unisono.horovod.compression import Compression, Compressor
-from unisono.horovod.frameworks import check_not_traced
-from unisono.horovod.gradients import GradientReduction, Passes, ReductionSettings
-from unisono.horovod.models import REDUCTION
-from unisono.horovod.process_sets import ProcessSet, global_process_set
-from unisono.horovod.reductions import Average, ReduceOp, Sum, resolve
-from unisono.horovod.session import session
+from unisono.horovod.collectives import gather_all, reduce_all
+from unisono.horovod.execution import Collective
+from unisono.horovod.frameworks import framework
+from unisono.horovod.reductions import Average, Compression, Compressor, ReduceOp, Sum, resolve
+from unisono.horovod.session import ProcessSet, global_process_set, session, world_of_session
+
+REDUCTION = "_unisono_horovod"
+"""The attribute of an optimizer that holds its reduction."""
+
+
+@dataclass(frozen=True)
+class ReductionSettings:
+    """The arguments of `DistributedOptimizer`."""
+
+    name: str
+    op: ReduceOp = Average
+    compression: type[Compressor] = Compression.none
+    sparse_as_dense: bool = False
+    predivide_factor: float = 1.0
+    num_passes: int = 1
+    average_passes: bool = False
+    groups: int | Sequence[Sequence[Any]] | None = None
+    process_set: ProcessSet = global_process_set
+    scale_local_gradients: bool = True
+
+
+@dataclass
+class GradientReduction:
+    """Reduces the gradients of one optimizer over the processes."""
+
+    settings: ReductionSettings
+    local: set[int] = field(default_factory=set)
+    """Variables (by `id`) whose gradients are not reduced."""
+    is_plain: bool = False
+    """Whether the optimizer applies the given gradients as they are: they are reduced already."""
+    captured: list[Any] | None = None
+    """Receives the gradients while JAX traces a training step."""
+    passes: Any = None
+    """Sums several backward passes (frameworks.Passes), if there are several in a step."""
+
+    def reduce(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """The gradients reduced over all processes; None stays None."""
+        members = self.settings.process_set
+        if world_of_session() is None or not members.included() or len(members.ranks) == 1:
+            return list(grads)
+        results = list(grads)
+        shared = [
+            place
+            for place, grad in enumerate(grads)
+            if grad is not None and id(variables[place]) not in self.local
+        ]
+        for place in shared:
+            if self.settings.sparse_as_dense:
+                results[place] = framework().to_dense(results[place])
+        names = [_name(variable, place) for place, variable in enumerate(variables)]
+        for group in self._groups(shared, variables):
+            self._reduce_dense(
+                [p for p in group if not framework().is_sparse(results[p])], results, names
+            )
+        self._reduce_sparse(
+            [p for p in shared if framework().is_sparse(results[p])], results, names
+        )
+        self._scale_local(set(range(len(results))) - set(shared), results)
+        return results
+
+    @contextlib.contextmanager
+    def plain(self) -> Iterator[None]:
+        """Within this context the optimizer applies gradients as they are."""
+        before, self.is_plain = self.is_plain, True
+        try:
+            yield
+        finally:
+            self.is_plain = before
+
+    def _reduce_dense(self, places: list[int], results: list[Any], names: list[str]) -> None:
+        settings = self.settings
+        scales = (1 / settings.predivide_factor, settings.predivide_factor)
+        collective = Collective(
+            "allreduce",
+            settings.process_set,
+            names=tuple(names[place] for place in places),
+            op=settings.op,
+            scales=scales,
+        )
+        reduced = reduce_all(collective, [results[p] for p in places], settings.compression)
+        for place, result in zip(places, reduced, strict=True):
+            results[place] = result
+
+    def _reduce_sparse(self, places: list[int], results: list[Any], names: list[str]) -> None:
+        """Gather the rows of all processes; the optimizer sums rows with the same index."""
+        parts = [part for p in places for part in (results[p].values, results[p].indices)]
+        gathered = gather_all(Collective("allgather", self.settings.process_set), parts)
+        count = len(self.settings.process_set.ranks) if self.settings.op is Average else 1
+        for number, place in enumerate(places):
+            values, indices = gathered[2 * number : 2 * number + 2]
+            results[place] = framework().with_rows(results[place], values / count, indices)
+
+    def _groups(self, places: list[int], variables: Sequence[Any]) -> list[list[int]]:
+        """Which gradients are reduced in one collective: all, unless `groups` says otherwise."""
+        groups = self.settings.groups
+        if groups is None:
+            return [places]
+        if isinstance(groups, int):
+            each, more = divmod(len(places), groups)
+            ends = [(i + 1) * each + min(i + 1, more) for i in range(groups)]
+            return [places[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+        left = {id(variables[place]): place for place in places}
+        found = [
+            [left.pop(id(variable)) for variable in group if id(variable) in left]
+            for group in groups
+        ]
+        return [*found, *([place] for place in left.values())]
+
+    def _scale_local(self, places: set[int], results: list[Any]) -> None:
+        if not self.settings.scale_local_gradients:
+            return
+        count = len(self.settings.process_set.ranks)
+        for place in places:
+            grad = results[place]
+            if framework().is_sparse(grad):
+                results[place] = framework().with_rows(grad, grad.values / count, grad.indices)
+            elif grad is not None:
+                results[place] = grad / count
+
+
+def _name(variable: Any, place: int) -> str:
+    return str(getattr(variable, "path", None) or f"gradient {place}")
 
 
 def DistributedOptimizer(
@@ -37,13 +158,13 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """Let an optimizer apply the average of all processes' gradients; returns the optimizer.
+    """Make an optimizer apply the average of all processes' gradients; returns the optimizer.
 
-    Each process trains on data of its own, and after each step all have the same weights if they
-    had them before: see `callbacks.BroadcastGlobalVariablesCallback`. With
-    `backward_passes_per_step=n` gradients of n batches are added up before they are reduced and
-    applied, divided by n with `average_aggregated_gradients`. `device_dense` and `device_sparse`
-    are accepted: tensors are reduced where they are.
+    Each process trains on its own data. All processes have the same weights after a step if they
+    had the same before it: see `callbacks.BroadcastGlobalVariablesCallback`. With
+    `backward_passes_per_step=n`, gradients of n batches are summed before they are reduced and
+    applied, and divided by n with `average_aggregated_gradients`. `device_dense` and
+    `device_sparse` are accepted and ignored: tensors are reduced where they are.
 
     >>> import keras, unisono.horovod as hvd
     >>> hvd.init()
@@ -73,7 +194,7 @@ def DistributedOptimizer(
 def PartialDistributedOptimizer(
     optimizer: Any, *args: Any, local_layers: Any = None, **kwargs: Any
 ) -> Any:
-    """`DistributedOptimizer` that leaves the gradients of some layers in their process.
+    """`DistributedOptimizer` that does not reduce the gradients of some layers.
 
     >>> import keras, unisono.horovod as hvd
     >>> hvd.init()
@@ -96,12 +217,11 @@ def distribute(optimizer: Any, reduction: GradientReduction) -> Any:
     """Bind a reduction to an optimizer."""
     settings = reduction.settings
     if settings.num_passes > 1:
-        reduction.passes = _passes(settings)
+        reduction.passes = framework().make_passes(settings)
     vars(optimizer)[REDUCTION] = reduction
     bind(optimizer, "apply", _applying(optimizer, reduction))
     bind(optimizer, "register_local_var", lambda variable: reduction.local.add(id(variable)))
-    if keras.backend.backend() == "jax":
-        bind(optimizer, "stateless_apply", _applying_stateless(optimizer, reduction))
+    framework().bind_optimizer(optimizer, reduction)
     return optimizer
 
 
@@ -112,64 +232,22 @@ def _applying(optimizer: Any, reduction: GradientReduction) -> Callable[..., Any
         plain = original(optimizer, "apply")
         named = optimizer._trainable_variables if variables is None else variables
         if reduction.is_plain or len(named) != len(given):
-            return plain(given, variables)  # Which says what is wrong, where something is.
-        if keras.backend.backend() == "jax":
-            check_not_traced("hvd.DistributedOptimizer", given)
+            return plain(given, variables)  # Keras raises where the lengths differ.
+        framework().check_not_traced("hvd.DistributedOptimizer", given)
 
         def reduce_and_apply(total: Sequence[Any]) -> None:
             plain(reduction.reduce(total, named), variables)
 
         if reduction.passes is None:
             reduce_and_apply(given)
-        elif keras.backend.backend() == "tensorflow":
-            reduction.passes.run(given, reduce_and_apply, lambda: _count(optimizer))
         else:
-            total = reduction.passes.add(given)
-            _count(optimizer) if total is None else reduce_and_apply(total)
+            # As in Horovod, a pass that only sums gradients counts as an iteration.
+            reduction.passes.run(
+                given, reduce_and_apply, lambda: optimizer.iterations.assign_add(1)
+            )
         return None
 
     return apply
-
-
-def _applying_stateless(optimizer: Any, reduction: GradientReduction) -> Callable[..., Any]:
-    def stateless_apply(optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
-        plain = original(optimizer, "stateless_apply")
-        if reduction.is_plain:
-            return plain(optimizer_variables, grads, trainable_variables)
-        if reduction.captured is not None:
-            reduction.captured.append(grads)
-            return trainable_variables, optimizer_variables
-        check_not_traced("hvd.DistributedOptimizer", grads)
-        if reduction.passes is not None:
-            grads = reduction.passes.add(grads)
-            if grads is None:
-                return trainable_variables, count_stateless(optimizer, optimizer_variables)
-        reduced = reduction.reduce(grads, optimizer._trainable_variables)
-        with reduction.plain():
-            return plain(optimizer_variables, reduced, trainable_variables)
-
-    return stateless_apply
-
-
-def count_stateless(optimizer: Any, optimizer_variables: Any) -> list[Any]:
-    """The variables of an optimizer after a pass that applied nothing."""
-    mapping = list(zip(optimizer.variables, optimizer_variables, strict=True))
-    with keras.StatelessScope(state_mapping=mapping) as scope:
-        _count(optimizer)
-    return [scope.get_current_value(variable) for variable in optimizer.variables]
-
-
-def _count(optimizer: Any) -> None:
-    # As in Horovod, a pass that only adds up counts as an iteration, for schedules and the like.
-    optimizer.iterations.assign_add(1)
-
-
-def _passes(settings: ReductionSettings) -> Any:
-    if keras.backend.backend() == "tensorflow":
-        from unisono.horovod.tensorflow_passes import GraphPasses
-
-        return GraphPasses(settings)
-    return Passes(settings.num_passes, average=settings.average_passes)
 
 
 def _checked_op(op: int, predivide_factor: float) -> ReduceOp:
@@ -177,8 +255,8 @@ def _checked_op(op: int, predivide_factor: float) -> ReduceOp:
     if found not in (Average, Sum):
         raise ValueError(f"Received op=hvd.{found.name}. Give hvd.Average or hvd.Sum.")
     if predivide_factor != 1.0 and found is not Average:
-        raise ValueError("gradient_predivide_factor is possible with op=hvd.Average alone.")
-    if predivide_factor != 1.0 and rocm_built():
+        raise ValueError("gradient_predivide_factor is possible only with op=hvd.Average.")
+    if predivide_factor != 1.0 and framework().is_rocm_built():
         raise ValueError("gradient_predivide_factor is not possible with ROCm.")
     return found
 

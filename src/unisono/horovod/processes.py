@@ -1,24 +1,26 @@
-"""Begin and end the work with the other processes, and say which of them this one is."""
+"""Initialize and shut down, ranks and sizes, starting processes, and what the backend supports."""
 
 import os
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from unisono.errors import DisagreementError
 from unisono.horovod import session as _session
 from unisono.horovod import timeline
+from unisono.horovod.frameworks import framework
 from unisono.horovod.models import leave_compile, watch_compile
-from unisono.horovod.process_sets import ProcessSet, close_sets, open_sets
+from unisono.horovod.session import ProcessSet, close_sets, open_sets
+from unisono.spawn import spawn
 
 _TIMELINE = "HOROVOD_TIMELINE"
 
 
 def init(comm: Sequence[int] | None = None, process_sets: Any = None) -> None:
-    """Begin: every process of the run calls this first. Again, it does nothing.
+    """Initialize; every process of the run calls this first. A second call does nothing.
 
     The processes are those that `unisono run` started (or `unisono.spawn`, torchrun, mpirun,
-    srun); a program that was started by itself is a world of one, where every collective gives
-    back what it was given.
+    srun). A program that was started alone has size 1, and every collective returns its input.
 
     >>> import unisono.horovod as hvd
     >>> hvd.init()
@@ -44,7 +46,7 @@ def init(comm: Sequence[int] | None = None, process_sets: Any = None) -> None:
 
 
 def shutdown() -> None:
-    """End; `init` may be called again.
+    """Shut down; `init` may be called again.
 
     >>> import unisono.horovod as hvd
     >>> hvd.init()
@@ -59,7 +61,7 @@ def shutdown() -> None:
 
 
 def is_initialized() -> bool:
-    """Whether `init` was called, and `shutdown` not since.
+    """Whether `init` was called, without a `shutdown` since.
 
     >>> import unisono.horovod as hvd
     >>> hvd.init()
@@ -70,7 +72,7 @@ def is_initialized() -> bool:
 
 
 def rank() -> int:
-    """This process' number among all, from 0.
+    """This process' rank among all, from 0.
 
     >>> import unisono.horovod as hvd
     >>> hvd.init()
@@ -81,7 +83,7 @@ def rank() -> int:
 
 
 def local_rank() -> int:
-    """This process' number among those of its node.
+    """This process' rank on its node.
 
     >>> import unisono.horovod as hvd
     >>> hvd.init()
@@ -92,7 +94,7 @@ def local_rank() -> int:
 
 
 def cross_rank() -> int:
-    """This process' number among those with its local rank, one on each node.
+    """This process' rank among those with its local rank, one per node.
 
     >>> import unisono.horovod as hvd
     >>> hvd.init()
@@ -103,7 +105,7 @@ def cross_rank() -> int:
 
 
 def size() -> int:
-    """How many processes there are.
+    """The number of processes.
 
     >>> import unisono.horovod as hvd
     >>> hvd.init()
@@ -114,7 +116,7 @@ def size() -> int:
 
 
 def local_size() -> int:
-    """How many processes this node has.
+    """The number of processes on this node.
 
     >>> import unisono.horovod as hvd
     >>> hvd.init()
@@ -125,7 +127,7 @@ def local_size() -> int:
 
 
 def cross_size() -> int:
-    """How many nodes have a process with this local rank.
+    """The number of nodes that have a process with this local rank.
 
     >>> import unisono.horovod as hvd
     >>> hvd.init()
@@ -147,12 +149,12 @@ def is_homogeneous() -> bool:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Write every collective from now on to a file that chrome://tracing and Perfetto show.
+    """Write every collective from now on to a file for chrome://tracing or Perfetto.
 
-    Rank 0 writes, for all ranks: a row for each rank and tensor, with the time that the rank
-    waited for the others (`NEGOTIATE_ALLREDUCE`) and that of the collective itself (`ALLREDUCE`).
-    The variable HOROVOD_TIMELINE does the same from `init` on. `mark_cycles` is accepted and does
-    nothing: there are no cycles, a collective begins when all have come to it.
+    Rank 0 writes it for all ranks, with a row for each rank and tensor: the time that the rank
+    waited for the others (`NEGOTIATE_ALLREDUCE`) and the collective itself (`ALLREDUCE`). The
+    variable HOROVOD_TIMELINE does the same from `init` on. `mark_cycles` is accepted and ignored:
+    there are no cycles.
 
     >>> import unisono.horovod as hvd
     >>> hvd.init()
@@ -164,7 +166,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
 
 def stop_timeline() -> None:
-    """Complete the file of `start_timeline`.
+    """Close the file of `start_timeline`.
 
     >>> import unisono.horovod as hvd
     >>> hvd.init()
@@ -200,3 +202,170 @@ def _check(asked: list[Any], every: list[Any]) -> None:
             f"Asked for hvd.init(comm={ranks}), some ranks of {_session.session().size}. Call "
             "hvd.init() and give collectives a process_set=hvd.ProcessSet([...])."
         )
+
+
+_HERE = ("localhost", "127.0.0.1", "::1")
+_ELASTIC = ("min_num_proc", "max_num_proc", "slots", "reset_limit", "cooldown_range")
+_UNNEEDED = (
+    "start_timeout",
+    "ssh_port",
+    "ssh_identity_file",
+    "disable_cache",
+    "output_filename",
+    "verbose",
+    "use_gloo",
+    "use_mpi",
+    "mpi_args",
+    "network_interface",
+    "network_interfaces",
+    "executable",
+)
+
+
+def run(
+    func: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_proc: int = 1,
+    *,
+    np: int | None = None,
+    hosts: str | None = None,
+    hostfile: str | None = None,
+    host_discovery_script: str | None = None,
+    **options: Any,
+) -> list[Any]:
+    """Run `func(*args, **kwargs)` in `num_proc` processes of this machine; returns their results.
+
+    Each process calls `init` itself. Start programs on many hosts with `unisono run`: Horovod's
+    options for that raise an error, or are ignored where nothing depends on them.
+
+    >>> run(print, num_proc=2, hosts="elsewhere:2")
+    Traceback (most recent call last):
+    ...
+    ValueError: Asked to run on hosts 'elsewhere:2'...
+    """
+    if np is not None:
+        warnings.warn("np is deprecated; write num_proc.", DeprecationWarning, stacklevel=2)
+        num_proc = np
+    _check_options(options, host_discovery_script)
+    _check_hosts(hosts, hostfile)
+    return spawn(func, args, kwargs, replicas=num_proc)
+
+
+def _check_options(options: Mapping[str, Any], host_discovery_script: str | None) -> None:
+    unknown = [name for name in options if name not in (*_ELASTIC, *_UNNEEDED)]
+    if unknown:
+        raise TypeError(f"run() got an unexpected keyword argument {unknown[0]!r}")
+    elastic = [name for name in _ELASTIC if options.get(name) is not None]
+    if elastic or host_discovery_script is not None:
+        name = (elastic or ["host_discovery_script"])[0]
+        raise NotImplementedError(f"Received {name}: elastic runs are not implemented yet.")
+    if options.get("use_gloo") and options.get("use_mpi"):
+        raise ValueError("Received use_gloo and use_mpi. Give neither: the backend's own is used.")
+
+
+def _check_hosts(hosts: str | None, hostfile: str | None) -> None:
+    names = [entry.rpartition(":")[0] or entry for entry in (hosts or "").split(",") if entry]
+    if hostfile is not None or any(name.strip("[]") not in _HERE for name in names):
+        raise ValueError(
+            f"Asked to run on hosts {hosts or hostfile!r}. hvd.run starts processes on this "
+            "machine; start a program on many hosts with "
+            "`unisono run --nodes K --node-rank R --coordinator host:port script.py` on each."
+        )
+
+
+def mpi_built() -> bool:
+    """Whether MPI transfers tensors; it never does here.
+
+    >>> mpi_built()
+    False
+    """
+    return False
+
+
+def mpi_enabled() -> bool:
+    """Whether MPI transfers tensors; it never does, not even under mpirun.
+
+    >>> mpi_enabled()
+    False
+    """
+    return False
+
+
+def mpi_threads_supported() -> bool:
+    """Raises ValueError, as Horovod does without MPI.
+
+    >>> mpi_threads_supported()
+    Traceback (most recent call last):
+    ...
+    ValueError: MPI is not enabled: the backend's collectives transfer tensors...
+    """
+    raise ValueError(
+        "MPI is not enabled: the backend's collectives transfer tensors (gloo, gRPC or NCCL). "
+        "Check hvd.mpi_enabled() first."
+    )
+
+
+def gloo_built() -> bool:
+    """Whether gloo transfers tensors between CPUs: on JAX and torch; TensorFlow uses gRPC.
+
+    >>> gloo_built() in (True, False)
+    True
+    """
+    return framework().has_gloo
+
+
+def gloo_enabled() -> bool:
+    """Whether gloo transfers tensors between CPUs.
+
+    >>> gloo_enabled() == gloo_built()
+    True
+    """
+    return gloo_built()
+
+
+def nccl_built() -> int:
+    """NCCL's version as one number, or 0 without it.
+
+    The version is known only on torch; it is 1 if JAX or TensorFlow was built for CUDA.
+
+    >>> nccl_built() >= 0
+    True
+    """
+    return framework().nccl_version()
+
+
+def ddl_built() -> bool:
+    """Whether IBM's DDL transfers tensors; it never does here.
+
+    >>> ddl_built()
+    False
+    """
+    return False
+
+
+def ccl_built() -> bool:
+    """Whether Intel's oneCCL transfers tensors; it never does here.
+
+    >>> ccl_built()
+    False
+    """
+    return False
+
+
+def cuda_built() -> bool:
+    """Whether the backend was built for CUDA.
+
+    >>> cuda_built() in (True, False)
+    True
+    """
+    return framework().is_cuda_built()
+
+
+def rocm_built() -> bool:
+    """Whether the backend was built for ROCm.
+
+    >>> rocm_built() in (True, False)
+    True
+    """
+    return framework().is_rocm_built()

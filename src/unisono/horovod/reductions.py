@@ -1,7 +1,10 @@
-"""How values of several processes become one: Horovod's reduction operations."""
+"""Horovod's reduction operations, and the compression of what is reduced."""
 
 import enum
 import warnings
+from typing import Any, Protocol
+
+import keras
 
 
 class ReduceOp(enum.IntEnum):
@@ -24,7 +27,7 @@ Product = ReduceOp.Product
 
 
 def resolve(op: int | None, average: bool | None = None) -> ReduceOp:
-    """The operation that `op`, or its forerunner `average`, asks for."""
+    """The operation that `op`, or the older argument `average`, names."""
     if op is not None and average is not None:
         raise ValueError("Received both op= and average=. Give op alone; it replaces average.")
     if average is not None:
@@ -42,3 +45,49 @@ def resolve(op: int | None, average: bool | None = None) -> ReduceOp:
             "op=hvd.Adasum is not implemented. Use hvd.Average (the default) or hvd.Sum."
         )
     return found
+
+
+class Compressor(Protocol):
+    """Compresses tensors for the transfer; programs may define their own."""
+
+    @staticmethod
+    def compress(tensor: Any) -> tuple[Any, Any]:
+        """The tensor to send, and a context for `decompress`."""
+
+    @staticmethod
+    def decompress(tensor: Any, context: Any) -> Any:
+        """The received tensor in its original data type."""
+
+
+class NoneCompressor:
+    """Sends tensors as they are."""
+
+    @staticmethod
+    def compress(tensor: Any) -> tuple[Any, Any]:
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: Any, context: Any) -> Any:
+        return tensor
+
+
+class FP16Compressor:
+    """Sends floats as float16; other types as they are."""
+
+    @staticmethod
+    def compress(tensor: Any) -> tuple[Any, Any]:
+        dtype = keras.backend.standardize_dtype(tensor.dtype)
+        if not keras.backend.is_float_dtype(dtype):
+            return tensor, None
+        return keras.ops.cast(tensor, "float16"), dtype
+
+    @staticmethod
+    def decompress(tensor: Any, context: Any) -> Any:
+        return tensor if context is None else keras.ops.cast(tensor, context)
+
+
+class Compression:
+    """The compressors to choose from: `Compression.none` and `Compression.fp16`."""
+
+    none = NoneCompressor
+    fp16 = FP16Compressor

@@ -1,7 +1,7 @@
 """Every collective of all ranks as a Chrome trace, written by rank 0.
 
-The other ranks' times come with their next request to the first rank, so that a recording costs no
-collective of its own. Times are those of each node's clock.
+The other ranks' times arrive with their next request, so a recording needs no collective. Times
+are those of each node's clock.
 """
 
 import atexit
@@ -21,17 +21,17 @@ class Timeline:
 
     def __init__(self, path: str) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        self._file: IO[str] = open(path, "w", encoding="utf-8")  # noqa: SIM115 - kept open
+        self._file: IO[str] = open(path, "w", encoding="utf-8")  # noqa: SIM115 - stays open
         self._rows: dict[tuple[int, str], int] = {}
         self._begin = time.time()
         self._file.write("[")
         self._is_empty = True
 
     def span(self, rank: int, names: Sequence[str], what: str, span: Span) -> None:
-        """Something that a rank did for some tensors, from one time to another."""
+        """What a rank did for some tensors, from one time to another."""
         start, end = span
         if end < self._begin:
-            return  # Told late, and done before this file was begun.
+            return  # It arrived late, from before this file.
         start = max(start, self._begin)
         at = {"ts": round((start - self._begin) * 1e6), "dur": max(0, round((end - start) * 1e6))}
         for name in names:
@@ -63,7 +63,7 @@ _timeline: Timeline | None = None
 
 
 def start(path: str) -> None:
-    """Begin a file, in rank 0; a file that is open is completed first."""
+    """Open a file, in rank 0; a file that is already open is closed first."""
     global _timeline
     stop()
     if session().rank == 0:
@@ -71,7 +71,7 @@ def start(path: str) -> None:
 
 
 def stop() -> None:
-    """Complete the file, if one is open."""
+    """Close the file, if one is open."""
     global _timeline
     if _timeline is not None:
         _timeline.close()

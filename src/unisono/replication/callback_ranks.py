@@ -8,8 +8,6 @@ whose changes to the model all processes take over anyway. `unisono.callbacks.ev
 """
 
 import contextlib
-import importlib
-import random
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -18,10 +16,12 @@ from typing import Any
 import keras
 import numpy as np
 
-from unisono.data.adapters import changing_arrays
+from unisono.data.arrays import changing_arrays
 from unisono.errors import StrategyError
 from unisono.hooks import bind
 from unisono.launch.client import World
+from unisono.replication.framework import framework
+from unisono.replication.random_state import random_state_kept
 
 RANKS = "_unisono_ranks"
 """What a callback is marked with: "every" or "chief"."""
@@ -44,7 +44,7 @@ def is_chief_only(callback: Any) -> bool:
     if (marked := vars(callback).get(RANKS)) is not None:
         return bool(marked == "chief")
     if isinstance(callback, _ONLY_WRITE):
-        return not _is_orbax_on_jax(callback)
+        return not framework().is_saved_collectively(callback)
     kinds = [k for k in type(callback).__mro__ if issubclass(k, _callbacks.Callback)]
     return any(_is_installed(kind.__module__) for kind in kinds or [type(callback)])
 
@@ -58,8 +58,8 @@ def for_rank(callbacks: Sequence[Any], world: World) -> list[Any]:
             # Loading is for all; what it saves and removes are the chief's files.
             bind(callback, "_save_model", _nothing)
             bind(callback, "on_train_end", _nothing)
-        elif _is_orbax_on_jax(callback):
-            importlib.import_module("unisono.backends.jax.orbax").save_together(callback)
+        elif framework().is_saved_collectively(callback):
+            framework().save_collectively(callback)
     return [each for each in callbacks if world.is_chief or not is_chief_only(each)]
 
 
@@ -139,7 +139,7 @@ def _unchanged(model: Any) -> Iterator[None]:
     """Give back what evaluation writes: metrics and the states of layers."""
     trainable = {id(v) for v in model.trainable_variables}
     known = {id(v): v for v in [*model.variables, *model.metrics_variables]}
-    if keras.backend.backend() == "jax":
+    if framework().donates_buffers:
         # Keras' compiled steps free the arrays that they are given.
         values = [(v, v._value) for v in known.values()]
         for variable, value in values:
@@ -168,27 +168,12 @@ def _alone(act: Callable[..., Any]) -> Callable[..., Any]:
         before = is_alone()
         _thread.is_alone = True
         try:
-            with _random_states_kept():
+            with random_state_kept():
                 return act(*args, **kwargs)
         finally:
             _thread.is_alone = before
 
     return alone
-
-
-@contextlib.contextmanager
-def _random_states_kept() -> Iterator[None]:
-    """Draw nothing from what Keras shuffles by, in all processes alike: loggers draw names."""
-    numpy, python = np.random.get_state(), random.getstate()
-    torch = importlib.import_module("torch") if keras.backend.backend() == "torch" else None
-    state = torch.get_rng_state() if torch is not None else None
-    try:
-        yield
-    finally:
-        np.random.set_state(numpy)
-        random.setstate(python)
-        if torch is not None:
-            torch.set_rng_state(state)
 
 
 def _is_installed(module: str) -> bool:
@@ -204,13 +189,6 @@ def _package_of_program() -> str:
     """The package that `unisono run -m package.train` runs: it may well be installed."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     return spec.name.partition(".")[0] if spec is not None else "__main__"
-
-
-def _is_orbax_on_jax(callback: Any) -> bool:
-    """There Orbax itself makes all processes save together, and waits for each of them."""
-    kind = getattr(_callbacks, "OrbaxCheckpoint", None)
-    is_orbax = kind is not None and isinstance(callback, kind)
-    return bool(is_orbax and keras.backend.backend() == "jax")
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

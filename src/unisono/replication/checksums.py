@@ -6,6 +6,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from unisono.replication.framework import framework
 from unisono.replication.introspection import optimizers_of
 
 
@@ -21,7 +22,7 @@ def compared_variables(model: Any) -> list[Any]:
 def names_of(model: Any) -> list[str]:
     return [
         *(str(variable.path) for variable in compared_variables(model)),
-        *(name for name, _ in _native_state(model)),
+        *(name for name, _ in framework().native_optimizer_state(model)),
     ]
 
 
@@ -31,14 +32,6 @@ def checksum(value: Any) -> int:
 
 def own_checksums(model: Any) -> list[int]:
     """Of the values that this process holds."""
-    values = [*compared_variables(model), *(value for _, value in _native_state(model))]
+    native = framework().native_optimizer_state(model)
+    values = [*compared_variables(model), *(value for _, value in native)]
     return [checksum(keras.ops.convert_to_numpy(value)) for value in values]
-
-
-def _native_state(model: Any) -> list[tuple[str, Any]]:
-    """The state that optimizers of torch's own keep of a model's parameters, with names."""
-    if keras.backend.backend() != "torch":
-        return []
-    from unisono.backends.torch.native_optimizers import native_state
-
-    return native_state(model)

@@ -2,19 +2,31 @@
 
 A step is tried on a few rows of the first batch, by a replica that has a twin with the same rows,
 and on these rows twice, by a replica that is alone. Both must come to the same gradients and
-reports. If those of the rows twice are twice as large, what the step minimizes is a sum. Weights
-are not updated, and all state is put back (trial_state).
+reports. If those of the rows twice are twice as large, what the step minimizes is a sum.
+
+A trial leaves no trace: weights are not updated, all state is restored, and both trials draw the
+same random numbers for a row, whichever function draws them. While a step is tried, in its thread
+only, the functions that draw are replaced and dropout is off.
 """
 
+import functools
+import random
+import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import keras
 import numpy as np
+from keras import ops
 
+from unisono.hooks import Patch
+from unisono.keras_internals import global_seed_state, random_module
 from unisono.launch.client import current_world
+from unisono.replication.framework import framework
+from unisono.replication.introspection import leaf_metrics, optimizers_of, with_inner
 from unisono.replication.loss_kinds import (
     MEAN,
     NEITHER,
@@ -26,11 +38,17 @@ from unisono.replication.loss_kinds import (
     targets_of,
 )
 from unisono.replication.step import StepState, Trial
-from unisono.replication.trial_state import Draws, restored
 
 MOST_ROWS = 8
 # Far from both: what is neither by less than this is rounding.
 _TOLERANCE, _TOLERANCE_HALF = 2e-3, 5e-2
+
+# Those of keras.random.
+_DRAWS = (
+    *("normal", "uniform", "truncated_normal", "randint", "categorical", "shuffle", "gamma"),
+    *("binomial", "beta"),
+)
+_thread = threading.local()
 
 TryStep = Callable[[bool, StepState], None]
 """Runs a step on a few rows by a replica with a twin, or, if not, on these rows twice by one that
@@ -178,3 +196,129 @@ def _warn(model: keras.Model, found: str) -> None:
         "use Keras' JAX backend, where every loss is exact.",
         stacklevel=2,
     )
+
+
+# -- trials that leave no trace ------------------------------------------------------------------
+
+
+class Draws:
+    """The random numbers of a step: kept at its first run, and given again at later ones."""
+
+    def __init__(self) -> None:
+        self._kept: list[Any] = []
+        self._place = 0
+
+    @contextmanager
+    def repeated(self) -> Iterator[None]:
+        """Run a step inside."""
+        self._place = 0
+        before = getattr(_thread, "draws", None)
+        with ExitStack() as stack:
+            for patch in _patches():
+                stack.enter_context(patch.applied())
+            _thread.draws = self
+            try:
+                yield
+            finally:
+                _thread.draws = before
+
+    def draw(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        drawn = plain(*args, **kwargs)
+        place, self._place = self._place, self._place + 1
+        if place == len(self._kept):
+            self._kept.append(ops.stop_gradient(drawn))
+        elif place < len(self._kept):
+            kept = self._kept[place]
+            if kept.shape == drawn.shape:
+                return kept
+            if kept.shape and tuple(drawn.shape) == (2 * kept.shape[0], *kept.shape[1:]):
+                return ops.concatenate([kept, kept])
+        return ops.stop_gradient(drawn)
+
+
+@contextmanager
+def restored(model: keras.Model) -> Iterator[None]:
+    """Put back whatever a step inside changes: variables, attributes, the states of generators."""
+    variables = _variables_of(model)
+    values = [ops.copy(ops.stop_gradient(v.value)) for v in variables]
+    attributes = [(layer, _attributes_of(layer)) for layer in model._flatten_layers()]
+    put_back: list[Callable[[], Any]] = [
+        functools.partial(random.setstate, random.getstate()),
+        functools.partial(np.random.set_state, np.random.get_state()),
+        *framework().trial_state(model),
+    ]
+    try:
+        yield
+    finally:
+        for variable, value in zip(variables, values, strict=True):
+            if not bool(ops.all(ops.equal(ops.stop_gradient(variable.value), value))):
+                variable.assign(value)
+        for layer, kept in attributes:
+            _put_back_attributes(layer, kept)
+        for put in put_back:
+            put()
+
+
+def _variables_of(model: keras.Model) -> list[Any]:
+    found = [*model.variables]
+    found += [v for metric in leaf_metrics(model) for v in metric.variables]
+    # Slots are an optimizer's own; what programs write are its learning rate and its counters.
+    for optimizer in with_inner(optimizers_of(model)):
+        found += [v for v in optimizer.variables if not v.shape]
+    seeds = global_seed_state()
+    found += [] if seeds is None else [seeds]
+    return list({id(v): v for v in found if v._value is not None}.values())
+
+
+def _attributes_of(layer: Any) -> dict[str, Any]:
+    """Numbers, and what is in lists: counters and records that a program keeps."""
+    # Keras' own say what has been built, which stays so.
+    names = [name for name in vars(layer) if name == "_losses" or not name.startswith("_")]
+    values = {name: vars(layer)[name] for name in names if name != "built"}
+    kept = {k: v for k, v in values.items() if isinstance(v, (int, float))}
+    return kept | {k: (v, list(v)) for k, v in values.items() if isinstance(v, list)}
+
+
+def _put_back_attributes(layer: Any, kept: dict[str, Any]) -> None:
+    for name, value in kept.items():
+        if isinstance(value, tuple):
+            list.__setitem__(value[0], slice(None), value[1])  # Past those who track changes.
+        elif isinstance(vars(layer).get(name), (int, float)):
+            vars(layer)[name] = value
+
+
+def _patches() -> list[Patch]:
+    """The functions that draw and drop, in threads that try a step.
+
+    Looked up for each trial: `import tensorflow.random` makes `tf.random` another object.
+    """
+    of_keras = random_module()
+    draws = [*((of_keras, name) for name in _DRAWS), *framework().drawing_functions()]
+    dropouts = [(of_keras, "dropout"), *framework().dropout_functions()]
+    return [
+        _patch(module, name, make)
+        for names, make in ((draws, _repeating), (dropouts, _keeping))
+        for module, name in names
+    ]
+
+
+@functools.cache
+def _patch(module: Any, name: str, make: Callable[[Callable[..., Any]], Any]) -> Patch:
+    """One for each function: a patch counts its users."""
+    return Patch(lambda: module, name, make)
+
+
+def _repeating(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def function(*args: Any, **kwargs: Any) -> Any:
+        draws: Draws | None = getattr(_thread, "draws", None)
+        return plain(*args, **kwargs) if draws is None else draws.draw(plain, *args, **kwargs)
+
+    return function
+
+
+def _keeping(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def dropout(inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        is_tried = getattr(_thread, "draws", None) is not None
+        return inputs if is_tried else plain(inputs, *args, **kwargs)
+
+    return dropout

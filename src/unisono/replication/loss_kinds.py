@@ -14,6 +14,7 @@ from typing import Any
 
 import keras
 
+from unisono.replication.framework import framework
 from unisono.replication.introspection import leaf_metrics, optimizers_of
 
 MEAN, SUM, NEITHER = "mean", "sum", "neither"
@@ -60,13 +61,8 @@ def targets_of(model: keras.Model) -> list[Any]:
 
 
 def all_optimizers_of(model: keras.Model) -> list[Any]:
-    """The optimizers that a model holds, of Keras and of torch."""
-    torch = sys.modules.get("torch")
-    native = () if torch is None else (torch.optim.Optimizer,)
-    return [
-        *optimizers_of(model),
-        *(value for value in vars(model).values() if isinstance(value, native)),
-    ]
+    """The optimizers that a model holds, of Keras and of the framework."""
+    return [*optimizers_of(model), *framework().native_optimizers(model)]
 
 
 def must_check(model: keras.Model, name: str) -> bool:

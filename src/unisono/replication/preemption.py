@@ -1,4 +1,4 @@
-"""Training that makes room when it is warned: callbacks are told, and the program ends.
+"""Training that stops when it is preempted: callbacks save, and the program ends.
 
 All processes of a run stop before the same step, with the weights of the one before. A callback
 may have a method `on_preempt(logs)`, in which to save what it needs.
@@ -16,12 +16,12 @@ from unisono.launch.client import current_world
 from unisono.launch.preemption_signal import REQUEUE, is_preempting, watch
 
 
-class MakeRoom:
-    """Looks for a warning before each step."""
+class Preemption:
+    """Checks before each step whether the run is being preempted; see fit.StepObserver."""
 
     def __init__(self, callbacks: list[Any]) -> None:
-        self._told = [callback for callback in callbacks if hasattr(callback, "on_preempt")]
-        self._is_said = False
+        self._callbacks = [callback for callback in callbacks if hasattr(callback, "on_preempt")]
+        self._has_warned = False
         self._model: Any = None
         self._plain: Any = None
 
@@ -33,7 +33,7 @@ class MakeRoom:
     def before(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         world = current_world()
         if is_preempting() if world is None else world.is_preempting:
-            self._leave()
+            self._stop()
         return args
 
     def after(self, result: Any) -> None:
@@ -44,24 +44,24 @@ class MakeRoom:
             watch(False)
         self._model = None
 
-    def _leave(self) -> None:
+    def _stop(self) -> None:
         world = current_world()
-        is_speaker = world is None or world.is_chief
-        if not self._told and not os.environ.get(REQUEUE):
-            if not self._is_said and is_speaker:
+        is_chief = world is None or world.is_chief
+        if not self._callbacks and not os.environ.get(REQUEUE):
+            if not self._has_warned and is_chief:
                 _say(
                     "this run is about to be ended. No callback has a method on_preempt(logs), and "
                     "nothing starts it again, so it goes on while it can."
                 )
-            self._is_said = True
+            self._has_warned = True
             return
         self._model.train_function = self._plain
         found = self._model.get_metrics_result()
         logs = {name: np.asarray(keras.ops.convert_to_numpy(v)).item() for name, v in found.items()}
-        for callback in self._told:
+        for callback in self._callbacks:
             callback.on_preempt(logs)
-        if is_speaker:
-            _say("training has made room.")
+        if is_chief:
+            _say("training was preempted; callbacks have saved.")
         raise Preempted
 
 

@@ -1,15 +1,16 @@
-"""Images and labels for a training, from wherever they are, checked before they are trained on.
+"""Images and labels from files, folders or a download, checked before training.
 
-Arrays of `uint8` stay that: a quarter of the memory and of the way to a device. A file that is
-cut off, a label out of range or a shape that does not fit is named here, and not by a framework
-in the middle of an epoch.
+`uint8` arrays stay `uint8`, a quarter of the memory and of the transfer to a device. A truncated
+file, a label out of range or a wrong shape is reported here, and not by a framework in the middle
+of an epoch. Folders hold one folder of images per class (`cat/1.png`), or these in `train` and
+`test`.
 """
 
 import dataclasses
 import os
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.errors import DataError
-from unisono.training.image_folders import has_class_folders, load_folder
 
 DATA = "UNISONO_DATA"
 SYNTHETIC = "synthetic"
@@ -30,14 +30,14 @@ _BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, KeyErr
 
 @dataclass(frozen=True)
 class Form:
-    """What the images and labels of a recipe look like."""
+    """The images and labels that a recipe takes."""
 
     name: str
     image_shape: tuple[int, int, int]
     num_classes: int | None = None
-    """None where any number of classes will do."""
+    """None for any number of classes."""
     folder_shape: tuple[int, int, int] | None = None
-    """What images of folders are brought to, where that is another shape."""
+    """The shape to which images from folders are resized, if not `image_shape`."""
 
 
 def load(
@@ -46,10 +46,10 @@ def load(
     seed: int = 0,
     otherwise: Callable[[], tuple[Split, Split]] | None = None,
 ) -> tuple[Split, Split]:
-    """`(x_train, y_train), (x_test, y_test)`, from what was asked for or from where they are found.
+    """`(x_train, y_train), (x_test, y_test)`.
 
-    In this order: `data` as given, `UNISONO_DATA`, what the recipe brings itself (`otherwise`),
-    what was brought to this machine before, Keras' download.
+    From the first of: `data`, `UNISONO_DATA`, the recipe's own data (`otherwise`), the cache in
+    the home folder, Keras' download.
     """
     source = data or (os.environ.get(DATA) if otherwise is None else None)
     if source and _num_synthetic(source) is not None:
@@ -65,7 +65,7 @@ def load(
 
 
 def check_source(data: str | None) -> None:
-    """Refuse a source that is not there, before anything is started."""
+    """Raise DataError if the source does not exist."""
     source = data or os.environ.get(DATA)
     if source and _num_synthetic(source) is None and not Path(source).exists():
         raise DataError(
@@ -74,7 +74,7 @@ def check_source(data: str | None) -> None:
 
 
 def synthetic(form: Form, seed: int = 0, num_train: int = 0) -> tuple[Split, Split]:
-    """Made-up images that can be told apart: a pattern for each class, under noise."""
+    """Synthetic images that can be classified: a pattern per class, with noise."""
     rng = np.random.default_rng(seed)
     num_classes = form.num_classes or 10
     num_train = num_train or 2048
@@ -90,7 +90,7 @@ def synthetic(form: Form, seed: int = 0, num_train: int = 0) -> tuple[Split, Spl
 
 
 def _num_synthetic(source: str) -> int | None:
-    """How many made-up images `synthetic:64` asks for, 0 for `synthetic` alone; None if neither."""
+    """The number in `synthetic:64`, 0 for `synthetic` alone, None for anything else."""
     word, _, count = source.partition(":")
     if word != SYNTHETIC or (count and not count.isdecimal()):
         return None
@@ -98,7 +98,7 @@ def _num_synthetic(source: str) -> int | None:
 
 
 def read_npz(path: Path) -> tuple[Split, Split]:
-    """The four arrays of an .npz, every byte of which is checked while it is read."""
+    """The four arrays of an .npz; reading checks the checksum of each."""
     try:
         with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             missing = [part for part in _PARTS if part not in file]
@@ -111,14 +111,14 @@ def read_npz(path: Path) -> tuple[Split, Split]:
     except DataError:
         raise
     except _BROKEN as error:
-        # Of other files NumPy says to load them as pickles, unsafely.
+        # For other files NumPy advises to load them as pickles, which is unsafe.
         is_other = "allow_pickle" in str(error)
-        why = "no archive of arrays" if is_other else f"{type(error).__name__}: {error}"
+        why = "not an .npz archive" if is_other else f"{type(error).__name__}: {error}"
         raise DataError(
-            f"{path} is damaged or cut off ({why}). Copy or download it again; nothing was trained "
-            "on it."
+            f"{path} is damaged or truncated ({why}). Copy or download it again; nothing was "
+            "trained on it."
         ) from error
-    except TypeError as error:  # A plain .npy, whose array is no archive.
+    except TypeError as error:  # A plain .npy.
         raise DataError(f"{path} is not an .npz with {', '.join(_PARTS)}.") from error
     return (x_train, y_train), (x_test, y_test)
 
@@ -148,7 +148,7 @@ def _download(name: str) -> tuple[Split, Split]:
         raise DataError(f"The recipe {name} has no data that can be downloaded. {_choices()}")
     try:
         train, test = source.load_data()
-    # Whatever goes wrong on the way: no network, no such host, a file cut off, a wrong checksum.
+    # No network, no such host, a truncated file, a wrong checksum.
     except Exception as error:
         raise DataError(
             f"Could not download {name} with keras.datasets ({type(error).__name__}: {error}). "
@@ -191,9 +191,9 @@ def _fault_of_images(form: Form, part: str, x: NDArray[Any]) -> str | None:
         shape = " x ".join(map(str, form.image_shape))
         return f"x_{part} is {x.shape}. The recipe {form.name} takes images of {shape}."
     if len(x) == 0:
-        return f"x_{part} is empty. There is nothing to train on or to test with."
+        return f"x_{part} is empty. Give at least one image."
     if x.dtype.kind not in "uif":
-        return f"x_{part} holds {x.dtype}. Images are numbers."
+        return f"x_{part} holds {x.dtype}. Give numbers."
     if x.dtype.kind == "f" and not np.isfinite(x).all():
         return f"x_{part} has values that are not finite. Repair or remove them."
     return None
@@ -204,10 +204,103 @@ def _fault_of_labels(part: str, num_images: int, y: NDArray[Any], num_classes: i
         found = f"x_{part} has {num_images} images and y_{part} the shape {y.shape}"
         return f"{found}. Give each image one label."
     if y.dtype.kind not in "ui":
-        return f"y_{part} holds {y.dtype}. Labels are whole numbers."
+        return f"y_{part} holds {y.dtype}. Give integers."
     outside = y[(y < 0) | (y >= num_classes)]
     if len(outside):
         last = num_classes - 1
         found = f"y_{part} has the label {outside[0]}"
         return f"{found}. Labels of {num_classes} classes are 0 to {last}."
     return None
+
+
+_ENDINGS = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".tif", ".tiff"}
+_TEST_NAMES = ("test", "val", "validation")
+_TEST_SHARE = 0.2
+
+
+def has_class_folders(folder: Path) -> bool:
+    """Whether there are at least two folders of images, here or in `train`."""
+    return len(_classes(_train_part(folder))) > 1
+
+
+def load_folder(folder: Path, shape: tuple[int, int, int], seed: int) -> tuple[Split, Split]:
+    """All images, resized; without a test folder, a fifth of each class is for the test."""
+    train_folder = _train_part(folder)
+    classes = _classes(train_folder)
+    train = _files(train_folder, classes)
+    test_folder = next((folder / name for name in _TEST_NAMES if (folder / name).is_dir()), None)
+    if train_folder != folder and test_folder is not None:
+        unknown = set(_classes(test_folder)) - set(classes)
+        if unknown:
+            raise DataError(
+                f"{test_folder} has the classes {sorted(unknown)}, which {train_folder} has not. "
+                "Give both the same folders."
+            )
+        test = _files(test_folder, classes)
+    else:
+        train, test = _split(train, len(classes), seed)
+    return _read(train, shape), _read(test, shape)
+
+
+def _train_part(folder: Path) -> Path:
+    return folder / "train" if (folder / "train").is_dir() else folder
+
+
+def _classes(folder: Path) -> list[str]:
+    folders = sorted(path for path in folder.iterdir() if path.is_dir())
+    return [path.name for path in folders if any(map(_is_image, path.iterdir()))]
+
+
+def _is_image(path: Path) -> bool:
+    return path.suffix.lower() in _ENDINGS
+
+
+def _files(folder: Path, classes: Sequence[str]) -> list[tuple[Path, int]]:
+    return [
+        (path, label)
+        for label, name in enumerate(classes)
+        if (folder / name).is_dir()
+        for path in sorted((folder / name).iterdir())
+        if _is_image(path)
+    ]
+
+
+def _split(
+    files: list[tuple[Path, int]], num_classes: int, seed: int
+) -> tuple[list[tuple[Path, int]], list[tuple[Path, int]]]:
+    rng = np.random.default_rng(seed)
+    train, test = [], []
+    for label in range(num_classes):
+        own = [file for file in files if file[1] == label]
+        num_test = max(1, round(len(own) * _TEST_SHARE))
+        if len(own) < 2:
+            raise DataError(
+                f"{own[0][0].parent} has one image. A class needs at least two: one to train on "
+                "and one to test with."
+            )
+        order = [own[i] for i in rng.permutation(len(own))]
+        test += order[:num_test]
+        train += order[num_test:]
+    return train, test
+
+
+def _read(files: list[tuple[Path, int]], shape: tuple[int, int, int]) -> Split:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise DataError(
+            "Asked for images from a folder, which needs Pillow: pip install pillow."
+        ) from error
+    height, width, channels = shape
+    images = np.empty((len(files), *shape), "uint8")
+    for i, (path, _) in enumerate(files):
+        try:
+            with Image.open(path) as image:
+                plain = image.convert("L" if channels == 1 else "RGB").resize((width, height))
+        except (OSError, SyntaxError, ValueError) as error:
+            raise DataError(
+                f"{path} is damaged, truncated or not an image ({error}). Replace or remove it; "
+                "nothing was trained on it."
+            ) from error
+        images[i] = np.asarray(plain).reshape(shape)
+    return images, np.array([label for _, label in files], "int64")

@@ -1,28 +1,36 @@
-"""The callback of a training: shows how it goes, keeps its history, and writes its results.
+"""The callback of a training: shows progress, keeps the history, and writes the results.
 
-Every process has one, since all of them must stop together; the chief's alone shows and writes. It
-has no method for a batch's end, which would keep Keras from running ahead of the device.
+Every process has one, since all must stop together; only the chief prints and writes. It has no
+`on_train_batch_end`, which would make Keras wait for the device after each step.
 """
 
 import csv
+import dataclasses
+import importlib.metadata
 import io
+import json
+import math
+import platform
+import shutil
 import signal
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import keras
 
-from unisono.checks import check_replicas
+from unisono.devices import list_devices
+from unisono.devices.cpu import cpu_name
 from unisono.errors import OutputError, Preempted
+from unisono.imports import keras_backend
 from unisono.launch.client import current_world
 from unisono.launch.preemption_signal import request_preemption
-from unisono.training import plot, tables
-from unisono.training.outputs import write
-from unisono.training.progress import Bar
-from unisono.training.record import describe_run, to_json
+from unisono.parallel import check_replicas
+from unisono.training.results import clock, draw, epoch_line, speed, summary
+from unisono.training.settings import write
 
 if TYPE_CHECKING:
     from unisono.training.run import Run
@@ -30,8 +38,53 @@ if TYPE_CHECKING:
 INTERRUPTED = 128 + signal.SIGINT
 
 
+class Bar:
+    """The progress of one pass over the data in one line, redrawn in place."""
+
+    def __init__(self, num_replicas: int) -> None:
+        self._num_replicas = num_replicas
+        self._is_drawn = False
+        self._last_drawn_s = 0.0
+
+    def begin(self, title: str, num_steps: int | None, num_samples: int | None) -> None:
+        self._title = title
+        self._num_steps = num_steps
+        self._num_samples = num_samples
+        self._begin_s = time.perf_counter()
+
+    def update(self, num_done: int, logs: Mapping[str, Any]) -> None:
+        now = time.perf_counter()
+        if now - self._last_drawn_s < _PAUSE_S:
+            return
+        self._last_drawn_s = now
+        spent_s = now - self._begin_s
+        parts = [self._title, *self._shares(num_done, spent_s)]
+        parts += [f"{name} {float(value):.4f}" for name, value in logs.items()]
+        columns = shutil.get_terminal_size().columns - 1
+        sys.stdout.write("\r\x1b[K" + "  ".join(parts)[:columns])
+        sys.stdout.flush()
+        self._is_drawn = True
+
+    def clear(self) -> None:
+        if self._is_drawn:
+            sys.stdout.write("\r\x1b[K")
+            sys.stdout.flush()
+            self._is_drawn = False
+
+    def _shares(self, num_done: int, spent_s: float) -> list[str]:
+        if not self._num_steps:
+            return [f"{num_done} steps"]
+        share = min(1.0, num_done / self._num_steps)
+        full = round(share * _WIDTH)
+        parts = [f"[{'=' * full}{'.' * (_WIDTH - full)}] {num_done}/{self._num_steps}"]
+        if self._num_samples:
+            parts.append(speed(share * self._num_samples / spent_s, self._num_replicas))
+        parts.append(f"{clock(spent_s / share - spent_s)} left")
+        return parts
+
+
 class _Interrupted(Exception):
-    """Ctrl-C was pressed: nothing is to be evaluated any more."""
+    """Ctrl-C was pressed: skip evaluation."""
 
 
 class Recorder(keras.callbacks.Callback):
@@ -90,7 +143,7 @@ class Recorder(keras.callbacks.Callback):
             raise _Interrupted
 
     def on_preempt(self, logs: Any) -> None:
-        """Called in all processes before the same step; what there is is then written."""
+        """Called in all processes before the same step; the results so far are then written."""
         if self._is_interrupted:
             raise _Interrupted
 
@@ -109,13 +162,13 @@ class Recorder(keras.callbacks.Callback):
         self.record["history"].append(row)
         self._bar.clear()
         if self._run.is_chief:
-            print(tables.epoch_line(row, self._run), flush=True)
+            print(epoch_line(row, self._run), flush=True)
             self._write_history(is_last=False)
         if self._is_interrupted:
             self.model.stop_training = True
 
     def _wait_for_steps(self) -> None:
-        """Let the device end the steps that Keras has given it: they are not part of the test."""
+        """Wait for the steps in flight: their time does not belong to the test."""
         keras.ops.convert_to_numpy(self.model.optimizer.iterations)
 
     def _interrupt(self, number: int, frame: Any) -> None:
@@ -124,14 +177,14 @@ class Recorder(keras.callbacks.Callback):
         self._is_interrupted = True
         if self._run.is_chief:
             self._bar.clear()
-            print("Ctrl-C: this step is the last; a second one ends at once.", flush=True)
+            print("Ctrl-C: this step is the last; press it again to end at once.", flush=True)
         if current_world() is None:
             self._trained.stop_training = True
         else:
-            request_preemption()  # All processes see it at the same step.
+            request_preemption()  # All processes stop at the same step.
 
     def _finish(self) -> None:
-        """Write all there is; one file that cannot be written does not keep the others."""
+        """Write all files; an error in one does not prevent the others."""
         self.record["checksum"] = self._checksum()
         if not self._run.is_chief:
             return
@@ -142,7 +195,7 @@ class Recorder(keras.callbacks.Callback):
         ]
         if self.record["history"]:
             failures.append(self._draw(outputs.plot))
-            print(f"\n{tables.summary(self.record)}\n", flush=True)
+            print(f"\n{summary(self.record)}\n", flush=True)
         print(f"results: {outputs.folder}", flush=True)
         for failure in failures:
             if failure is not None:
@@ -166,7 +219,7 @@ class Recorder(keras.callbacks.Callback):
         return found
 
     def _draw(self, path: Path) -> OutputError | None:
-        return self._try(path, lambda draft: plot.draw([self.record], draft))
+        return self._try(path, lambda draft: draw([self.record], draft))
 
     def _try(self, path: Path, fill: Any) -> OutputError | None:
         try:
@@ -177,7 +230,7 @@ class Recorder(keras.callbacks.Callback):
 
 
 class ShownRecorder(Recorder):
-    """Draws its bar on a terminal."""
+    """Draws a progress bar on a terminal."""
 
     def __init__(self, run: "Run", model: Any, num_samples: int) -> None:
         super().__init__(run, model, num_samples)
@@ -198,12 +251,12 @@ class ShownRecorder(Recorder):
         self._bar.update(batch + 1, logs or {})
 
     def on_test_end(self, logs: Any = None) -> None:
-        # Keras does not tell how many there will be, but it is the same number each time.
+        # Keras does not say how many steps a test has, but it is the same number each time.
         self._num_test_steps = self._num_tested
 
 
 class _Steps:
-    """Counts the steps of an epoch for its bar."""
+    """Counts the steps of an epoch for the progress bar."""
 
     def __init__(self, bar: Bar) -> None:
         self._bar = bar
@@ -226,20 +279,20 @@ class _Steps:
 
 
 def _place(name: str) -> tuple[bool, bool]:
-    """Train before test, and the loss first, on every backend."""
+    """Sort key: train before test, the loss first."""
     return name.startswith("val_"), not name.endswith("loss")
 
 
 def plain_copy(model: Any) -> Any:
-    """The model as any Keras loads it: no schedule of ours in the optimizer's settings."""
+    """A copy that loads without unisono: its optimizer has a number as learning rate."""
     try:
         copy = keras.models.clone_model(model)
     except (ValueError, TypeError, NotImplementedError):
-        return model  # Of a class of the user's own, which cannot be built anew from its layers.
+        return model  # A subclassed model, which cannot be cloned.
     copy.set_weights(model.get_weights())
     if model.compiled:
         config = model.get_compile_config()
-        if isinstance(config["optimizer"], dict):  # And not just the name of one.
+        if isinstance(config["optimizer"], dict):  # Not just its name.
             config["optimizer"]["config"]["learning_rate"] = _learning_rate(model)
         copy.compile_from_config(config)
     return copy
@@ -256,3 +309,58 @@ def _write_csv(path: Path, history: list[dict[str, Any]]) -> None:
         writer.writeheader()
         writer.writerows(history)
     path.write_text(text.getvalue())
+
+
+if TYPE_CHECKING:
+    from unisono.training.run import Run
+
+_PACKAGES = ("unisono", "keras", "jax", "tensorflow", "torch", "numpy")
+
+
+def describe_run(run: "Run", num_samples: int) -> dict[str, Any]:
+    """What is known before the first epoch: settings, versions, devices."""
+    return {
+        "recipe": run.settings.recipe,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "backend": keras_backend(),
+        "num_replicas": run.num_replicas,
+        "global_batch": run.global_batch,
+        "num_samples": num_samples,
+        "learning_rate": run.describe(),
+        "settings": dataclasses.asdict(run.settings),
+        "versions": {"python": platform.python_version(), **_versions()},
+        "devices": [dataclasses.asdict(device) for device in list_devices().devices],
+        "cpu": cpu_name(),
+        "num_processes": run.num_processes,
+        "history": [],
+    }
+
+
+def to_json(record: dict[str, Any], path: Path) -> None:
+    text = json.dumps(_plain(record), indent=2, default=str, ensure_ascii=False) + "\n"
+    path.write_text(text, encoding="utf-8")
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN or infinity: None instead."""
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+_WIDTH = 20
+_PAUSE_S = 0.1

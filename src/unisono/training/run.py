@@ -1,25 +1,34 @@
-"""One training as its program sees it: its settings, its replicas, its data and its results."""
+"""The start of a training program, and the training as the program sees it.
+
+One process drives all GPUs. CPU replicas are fastest as one pinned process each, so there the
+program is started again by the launcher, as `unisono run` would.
+"""
 
 import contextlib
 import math
+import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from unisono.devices import num_gpus, simulated_gpus
-from unisono.errors import DataError, UnisonoError
+from unisono.devices import Placement, choose, num_gpus, remark_on_cores, select, simulated_gpus
+from unisono.errors import DataError, SettingError, UnisonoError
 from unisono.launch.client import current_world
+from unisono.launch.failure import Failure
+from unisono.launch.launcher import perform
+from unisono.launch.request import Request
 from unisono.topology import topology
-from unisono.training.datasets import Form, Split, load
-from unisono.training.replicas import place
-from unisono.training.settings import Settings
+from unisono.training.datasets import Form, Split, check_source, load
+from unisono.training.results import compare
+from unisono.training.settings import Settings, read, to_words
 
 if TYPE_CHECKING:
     from unisono.training.recorder import Recorder
 
 
 class Run:
-    """What `unisono.training.begin` returns: one training, in each of its processes."""
+    """A training, in each of its processes; `unisono.training.begin` returns it."""
 
     def __init__(self, settings: Settings, *, is_program: bool = False) -> None:
         self.settings = settings
@@ -33,12 +42,12 @@ class Run:
 
     @property
     def num_processes(self) -> int:
-        """How many processes the replicas are."""
+        """The number of processes of this training."""
         return self.num_replicas if self._is_in_world else 1
 
     @property
     def devices(self) -> dict[str, Any]:
-        """The arguments of `unisono.parallel` that put a model on this training's replicas."""
+        """The arguments of `unisono.parallel` for this training's replicas."""
         if self._is_in_world:
             return {}
         placement = self._placement
@@ -47,17 +56,17 @@ class Run:
 
     @property
     def epochs(self) -> int:
-        """The epochs of the whole schedule."""
+        """The number of epochs of the full schedule."""
         return self.settings.epochs
 
     @property
     def num_epochs(self) -> int:
-        """The epochs to train now: all, or the first ones that `--stop-after` names."""
+        """The number of epochs to train: all, or the first `--stop-after`."""
         return self.settings.num_epochs
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of one replica."""
+        """The learning rate for one replica."""
         return self.settings.learning_rate
 
     @property
@@ -74,16 +83,16 @@ class Run:
 
     @property
     def global_batch(self) -> int:
-        """The samples of one step over all replicas."""
+        """The global batch size: the samples of one step over all replicas."""
         return self.settings.batch_per_replica * self.num_replicas
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process is the one that prints and writes."""
+        """Whether this process prints and writes files."""
         return topology().is_chief
 
     def num_steps(self, num_samples: int) -> int:
-        """The steps of one epoch over so many samples."""
+        """The number of steps of an epoch over `num_samples`."""
         return math.ceil(num_samples / self.global_batch)
 
     def load(
@@ -97,12 +106,12 @@ class Run:
     ) -> tuple[Split, Split]:
         """`(x_train, y_train), (x_test, y_test)`, from `--data`, `UNISONO_DATA` or a download.
 
-        `folder_shape` is for images of folders, if not `image_shape`; `otherwise` brings what is
-        trained on where `--data` says nothing.
+        `folder_shape` is the shape of images from folders, if not `image_shape`; `otherwise` makes
+        the data if there is no `--data`.
         """
         form = Form(name, image_shape, num_classes, folder_shape)
         world = current_world()
-        # The chief first, as it may have to download what the others then find.
+        # The chief first: it may have to download what the others then read.
         if world is not None and not world.is_chief:
             world.all_gather(f"data of {name}", None)
         try:
@@ -114,21 +123,21 @@ class Run:
         return splits
 
     def fail(self, error: UnisonoError) -> NoReturn:
-        """Raise an error; a program that owns its process ends with the message alone."""
+        """Raise an error; in a program, exit with the message instead of a traceback."""
         if self._is_program:
             raise SystemExit(f"{self.settings.recipe}: {error}") from None
         raise error
 
     def prepare_keras(self) -> None:
-        """Seed every random generator, and choose the numbers that are computed with."""
+        """Seed all random generators, and set the dtype policy."""
         import keras
 
-        from unisono.replication.seeds import set_seed
+        from unisono.replication.random_state import set_seed
 
         set_seed(self.seed)
         if self.settings.is_mixed_precision:
             is_on_gpus = num_gpus() and not simulated_gpus()
-            # CPUs have no fast way with float16, and bfloat16 needs no loss scaling.
+            # float16 is slow on CPUs, and bfloat16 needs no loss scaling.
             name = "mixed_float16" if is_on_gpus else "mixed_bfloat16"
             keras.mixed_precision.set_dtype_policy(name)
 
@@ -136,7 +145,7 @@ class Run:
     def recording(self, model: Any, num_samples: int) -> Iterator["Recorder"]:
         """A callback for `fit` that shows progress; results are written at the end of the block.
 
-        A Ctrl-C ends the training after its present step, and what there is is written.
+        Ctrl-C ends the training after the current step, and the results so far are written.
         """
         from unisono.training.recorder import Recorder, ShownRecorder
 
@@ -146,7 +155,7 @@ class Run:
             yield recorder
 
     def describe(self) -> str:
-        """The global batch and the learning rate, and how they came about."""
+        """The global batch size and the learning rate, and how they are computed."""
         per_replica, count = self.settings.batch_per_replica, self.num_replicas
         batch = f"{per_replica} per replica × {count} = {self.global_batch} global"
         if count == 1 or self.lr_scaling == "none":
@@ -161,3 +170,138 @@ class Run:
         if self.num_epochs <= self.warmup_epochs:
             return f"{batch}; {rate} after {warmup}; this run ends after {self.num_epochs}"
         return f"{batch}; {rate} after {warmup}"
+
+
+def begin(
+    description: str | None = None,
+    *,
+    epochs: int,
+    batch_per_replica: int,
+    learning_rate: float,
+    lr_scaling: str = "linear",
+    warmup_epochs: int = 0,
+    seed: int = 0,
+    name: str | None = None,
+    arguments: Sequence[str] | None = None,
+) -> Run:
+    """Read the options of a training program and start its replicas.
+
+    The arguments are the defaults of the options. Call it before Keras is imported, as it chooses
+    the backend. If each replica has its own process, it returns in those only. With `arguments`
+    instead of the command line, all replicas stay in this process, and errors are raised.
+
+    >>> run = begin(epochs=2, batch_per_replica=32, learning_rate=0.1, arguments=["--epochs", "3"])
+    >>> run.epochs, run.global_batch // run.num_replicas
+    (3, 32)
+    """
+    defaults = {
+        "epochs": epochs,
+        "batch_per_replica": batch_per_replica,
+        "learning_rate": learning_rate,
+        "lr_scaling": lr_scaling,
+        "warmup_epochs": warmup_epochs,
+        "seed": seed,
+    }
+    name = name or own_name()
+    try:
+        settings = read(name, description or "", defaults, arguments, command=own_command())
+        _check(settings)
+        if arguments is None and current_world() is None:
+            _start_again(settings)
+        return Run(settings, is_program=arguments is None)
+    except UnisonoError as error:
+        if arguments is not None:
+            raise
+        sys.exit(f"{name}: {error}")
+
+
+def _check(settings: Settings) -> None:
+    """Raise errors before anything is started."""
+    world = current_world()
+    if world is None:
+        place(settings)
+    elif settings.replicas not in (None, world.size) or settings.is_compared:
+        raise SettingError(
+            f"Asked for --replicas or --compare in a run of {world.size} processes, each of which "
+            "is one replica. Leave them out, or start the program without a launcher."
+        )
+    if world is None or world.is_chief:
+        settings.outputs.check()
+    check_source(settings.data)
+
+
+def _start_again(settings: Settings) -> None:
+    """Launch this program once per replica and exit with it, if replicas are processes."""
+    placement = place(settings)
+    if settings.is_compared:
+        sys.exit(compare(settings, placement, own_program()))
+    if are_processes(placement):
+        sys.exit(start_processes(placement, [*own_program(), *to_words(settings)]))
+
+
+# After the first Ctrl-C the replicas finish their step and save; a second one kills them.
+_INTERRUPT_S = 600.0
+
+
+def place(settings: Settings) -> Placement:
+    """The requested devices; raises DeviceError if there are fewer."""
+    return choose(replicas=settings.replicas, gpus=settings.gpus, num_visible_gpus=num_gpus())
+
+
+def are_processes(placement: Placement) -> bool:
+    """Whether each replica has its own process."""
+    return placement.kind == "cpu" and placement.num_replicas > 1
+
+
+def start_processes(placement: Placement, program: list[str]) -> int:
+    """Run a program as one process per replica; returns the exit code."""
+    gpus = select(placement.indices) if placement.is_simulated else None
+    if remark := remark_on_cores(placement.num_replicas):
+        print(f"warning: {remark}", file=sys.stderr, flush=True)
+    outcome = perform(
+        Request(
+            program=tuple(program),
+            num_processes=placement.num_replicas,
+            gpus=gpus,
+            interrupt_s=_INTERRUPT_S,
+        )
+    )
+    if not _is_explained(outcome.first):
+        sys.stdout.flush()
+        sys.stderr.write(outcome.text)
+    return outcome.code
+
+
+def _is_explained(failure: Failure | None) -> bool:
+    """Whether the program itself has printed why it ended."""
+    if failure is None:
+        return True
+    return failure.kind == "interrupt" or (failure.kind == "exit" and failure.rank == 0)
+
+
+def own_program() -> list[str]:
+    """How to start this program: its file, or `-m` and the module."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is not None:
+        return ["-m", spec.name.removesuffix(".__main__")]
+    if not os.path.exists(sys.argv[0]):
+        raise SettingError(
+            "Asked for replicas in separate processes, which run the file of this program; it has "
+            "none. Save it to a file, or give begin arguments=[...] to stay in one process."
+        )
+    return [os.path.abspath(sys.argv[0])]
+
+
+def own_command() -> str | None:
+    """The command that starts this program, if it is a recipe."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    folder, _, name = spec.name.rpartition(".") if spec is not None else ("", "", "")
+    return f"unisono train {name}" if folder == "unisono.recipes" else None
+
+
+def own_name() -> str:
+    """The name of this program."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is not None:
+        return str(spec.name).removesuffix(".__main__").rpartition(".")[2]
+    return Path(sys.argv[0]).stem if os.path.isfile(sys.argv[0]) else "training"

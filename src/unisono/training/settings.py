@@ -1,7 +1,7 @@
-"""What a user asks of a training: its options, read and checked before any framework is loaded.
+"""The options of a training and its output files, checked before any framework is loaded.
 
-A recipe gives the defaults, the command line changes them, and what makes no sense is refused at
-once rather than after minutes.
+A recipe gives the defaults and the command line overrides them. Wrong options and folders that
+cannot be written to are errors at once, not after minutes or at the end of a long training.
 """
 
 import argparse
@@ -10,22 +10,72 @@ import importlib.util
 import math
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unisono.errors import SettingError
+from unisono.checkpoint.atomic import replacing
+from unisono.errors import OutputError, SettingError
 from unisono.imports import keras_backend
-from unisono.training.outputs import Outputs
 
 BACKENDS = ("jax", "tensorflow", "torch")
 SCALINGS = ("linear", "sqrt", "none")
 
 
 @dataclass(frozen=True)
+class Outputs:
+    """The output files of a training."""
+
+    folder: Path
+    plot: Path
+
+    @classmethod
+    def at(cls, path: Path) -> "Outputs":
+        """`x.png` names the plot, beside which the other files go; any other path is a folder."""
+        if path.suffix.lower() == ".png":
+            return cls(path.parent, path)
+        return cls(path, path / "plot.png")
+
+    @property
+    def table(self) -> Path:
+        return self.folder / "history.csv"
+
+    @property
+    def record(self) -> Path:
+        return self.folder / "history.json"
+
+    @property
+    def model(self) -> Path:
+        return self.folder / "model.keras"
+
+    def check(self) -> None:
+        """Make the folder, and check that files can be written there."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.folder) as trial:
+                trial.write(b"unisono")
+            for path in (self.plot, self.table, self.record, self.model):
+                if path.is_dir() or (path.exists() and not os.access(path, os.W_OK)):
+                    raise PermissionError(13, f"{path.name} exists and cannot be replaced")
+        except OSError as error:
+            raise OutputError(
+                f"Asked for results in {self.folder}: {error.strerror or error}. Choose another "
+                "folder with --output."
+            ) from error
+
+
+def write(path: Path, fill: Callable[[Path], None]) -> None:
+    """Write a file atomically; raises OutputError if the disk is full or gone."""
+    advice = "The model is still in memory; free disk space, or choose another --output."
+    with replacing(path, advice) as draft:
+        fill(draft.path)
+
+
+@dataclass(frozen=True)
 class Settings:
-    """A training as it was asked for."""
+    """The options of a training."""
 
     recipe: str
     epochs: int
@@ -44,7 +94,7 @@ class Settings:
 
     @property
     def num_epochs(self) -> int:
-        """The epochs that are trained: all of the schedule, or its first ones."""
+        """The number of epochs to train: all of the schedule, or its first ones."""
         return min(self.epochs, self.stop_after or self.epochs)
 
     @property
@@ -60,7 +110,7 @@ def read(
     *,
     command: str | None = None,
 ) -> Settings:
-    """The settings that a command line means, with the recipe's own where it says nothing."""
+    """The settings of a command line, with the recipe's defaults."""
     parser = _parser(recipe, description, defaults, command)
     given = vars(parser.parse_args(arguments))
     choose_backend(given.pop("backend"))
@@ -71,11 +121,11 @@ def read(
 
 
 def choose_backend(name: str | None) -> None:
-    """Have Keras use a backend: the one asked for, or its own choice if that is installed."""
+    """Set Keras' backend: the requested one, or Keras' default if it is installed."""
     chosen = name or keras_backend()
     if "keras" in sys.modules and chosen != keras_backend():
         raise SettingError(
-            f"Asked for the backend {chosen}; Keras was imported with {keras_backend()} before. "
+            f"Asked for the backend {chosen}; Keras was already imported with {keras_backend()}. "
             "Call unisono.training.begin before the first import of keras."
         )
     installed = [each for each in BACKENDS if importlib.util.find_spec(each) is not None]
@@ -89,7 +139,7 @@ def choose_backend(name: str | None) -> None:
                 f"Asked for the backend {chosen}; installed are {', '.join(installed)}. Choose "
                 f"among those (--backend {installed[0]}), or install {chosen}."
             )
-        chosen = installed[0]  # Nobody has chosen; Keras' own default is just not there.
+        chosen = installed[0]  # Keras' default is not installed, and the user did not choose it.
     os.environ["KERAS_BACKEND"] = chosen
 
 
@@ -113,9 +163,12 @@ def _add_devices(group: Any) -> None:
         "-g", "--gpus", type=_gpus, metavar="N", help="how many GPUs, or their ids: 0,2"
     )
     group.add_argument(
-        "--replicas", type=_count, metavar="N", help="on GPUs or CPUs (default: every GPU, or one)"
+        "--replicas",
+        type=_count,
+        metavar="N",
+        help="on GPUs or CPUs (default: all GPUs, or one)",
     )
-    group.add_argument("--backend", choices=BACKENDS, help="of Keras (default: its own choice)")
+    group.add_argument("--backend", choices=BACKENDS, help="of Keras (default: as configured)")
     group.add_argument(
         "--mixed-precision", dest="is_mixed_precision", action="store_true", help="16-bit numbers"
     )
@@ -123,7 +176,7 @@ def _add_devices(group: Any) -> None:
         "--compare",
         dest="is_compared",
         action="store_true",
-        help="train on one replica first, and compare the two",
+        help="also train on one replica, and compare",
     )
 
 
@@ -136,11 +189,11 @@ def _add_training(group: Any, defaults: Mapping[str, Any]) -> None:
             f"--{name}", dest=key, type=kind, default=default, help=text + shown, **more
         )
 
-    add("epochs", _count, "of the whole schedule", metavar="N")
-    add("stop-after", _count, "epochs, the schedule being that of all", metavar="N")
-    add("batch-per-replica", _count, "samples of each replica at a step", metavar="N")
-    add("lr", _rate, "learning rate of one replica", dest="learning_rate", metavar="RATE")
-    add("lr-scaling", str, "of the learning rate with the replicas", choices=SCALINGS)
+    add("epochs", _count, "of the full schedule", metavar="N")
+    add("stop-after", _count, "stop early, with the schedule of all epochs", metavar="N")
+    add("batch-per-replica", _count, "batch size per replica", metavar="N")
+    add("lr", _rate, "learning rate for one replica", dest="learning_rate", metavar="RATE")
+    add("lr-scaling", str, "of the learning rate with the number of replicas", choices=SCALINGS)
     add("warmup-epochs", _index, "until the scaled learning rate is reached", metavar="N")
     add("seed", _index, "of weights, order, dropout and augmentation", metavar="N")
 
@@ -154,7 +207,7 @@ def _add_files(group: Any, recipe: str) -> None:
         "--output",
         default="",
         metavar="PATH",
-        help=f"a folder, or a .png beside which the rest is put (default: {recipe}-results)",
+        help=f"a folder, or a .png in it (default: {recipe}-results)",
     )
 
 
@@ -182,7 +235,7 @@ _gpus = _checked(_gpu_ids, lambda value: True, "a number of GPUs, or ids such as
 
 
 def to_words(settings: Settings) -> list[str]:
-    """The settings as a command line, for the same program started anew."""
+    """The settings as a command line, to start the same program again."""
     words = []
     for name, key in _OPTIONS.items():
         value = getattr(settings, key)
@@ -190,7 +243,7 @@ def to_words(settings: Settings) -> list[str]:
             words.append(name)
         elif value is not None and value is not False:
             is_ids = isinstance(value, tuple)
-            # A comma tells ids from a count, also for one id.
+            # The comma distinguishes one id from a count.
             words += [name, "".join(f"{i}," for i in value) if is_ids else str(value)]
     return words
 

@@ -1,4 +1,4 @@
-"""Races of ways to train: rounds, shares and verdicts, with and without a framework."""
+"""`unisono bench`: rounds, ratios, verdicts and errors."""
 
 import contextlib
 import json
@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from unisono.bench.race import Lap, Race, Way, last_words
-from unisono.bench.report import TITLES, rows, shares, table, to_json, verdict
+from unisono.bench.race import Lap, Race, Way, last_line
+from unisono.bench.report import TITLES, rows, shares, table, title_of, to_json, verdict
 from unisono.bench.scaling import read_program
 from unisono.bench.script import warm
 from unisono.cli import bench as benchmark
 from unisono.cli import main
 from unisono.cli.bench import ways_of
+from unisono.errors import BenchError
 
 SCRIPT = """
 import keras, numpy as np, unisono
@@ -34,15 +35,18 @@ def laps(*rates: float, **waits: float) -> list[Lap]:
 
 
 def race(**ways) -> Race:
-    return Race("mnist", "jax", {name.replace("_", "-"): each for name, each in ways.items()})
+    laps_of = {"-".join(name.rsplit("_", 1)): each for name, each in ways.items()}
+    return Race("mnist", "jax", laps_of)
 
 
 def test_ratios_are_taken_within_a_round():
     """A machine that gets slower does not change them."""
-    found = rows(race(plain_2=laps(80, 40), apart_2=laps(100, 50), together_2=laps(90, 45)), TITLES)
-    assert [row.of_limit for row in found] == [pytest.approx(0.8), None, pytest.approx(0.9)]
+    ways = {"plain_2": laps(80, 40), "apart_2": laps(100, 50), "together_2": laps(90, 45)}
+    found = rows(race(**ways, shard_map_2=laps(200, 100)), TITLES)
+    assert [row.of_apart for row in found[:3]] == [pytest.approx(0.8), None, pytest.approx(0.9)]
+    assert [row.of_limit for row in found[1:]] == [pytest.approx(0.5), pytest.approx(0.45), None]
     assert found[2].of_plain == pytest.approx(1.125)
-    assert [row.ours_of_it for row in found] == [pytest.approx(1.125), pytest.approx(0.9), None]
+    assert [row.ours_of_it for row in found[:3]] == [pytest.approx(1.125), pytest.approx(0.9), None]
     assert found[0].spread == pytest.approx(40 / 60)
 
 
@@ -63,7 +67,7 @@ def test_speed_up_is_over_one_replica_or_over_plain_keras():
     found = shares(race(**ways, apart_1=laps(100), together_1=laps(100)))
     assert [each.speed_up for each in found] == [pytest.approx(1.6), pytest.approx(1.0)]
     text = table(race(**ways, together_1=laps(100)), TITLES)
-    assert "2 replicas: speed-up 1.60 (over 1 replica), efficiency 0.80 (of the limit)" in text
+    assert "unisono run, 2 replicas: speed-up 1.60 (over 1 replica), efficiency 0.80 (of" in text
     assert "speed-up 2.00 (over plain Keras), " in table(race(**ways), TITLES)
 
 
@@ -71,9 +75,9 @@ def test_speed_up_is_over_one_replica_or_over_plain_keras():
     ("together", "said"),
     [
         (laps(97), "Computing takes 97%"),
-        (laps(80), "Raise the per-replica batch"),
+        (laps(80), "Raise the per-replica batch size"),
         (laps(80, waited_s=2.5), "wait 20% of a step for the slowest"),
-        (laps(95, input_s=3.0), "Making batches takes"),
+        (laps(95, input_s=3.0), "Input takes"),
     ],
 )
 def test_the_verdict_says_what_to_change(together, said):
@@ -98,7 +102,7 @@ def test_the_table_and_the_json():
     assert "0.900" in text
     assert "mirrored-2: not measured. A process ended with code 1: no" in text
     told = json.loads(json.dumps(to_json(found, TITLES)))
-    assert told["rows"][1]["of_limit"] == pytest.approx(0.9)
+    assert told["rows"][1]["of_apart"] == pytest.approx(0.9)
 
 
 def test_a_way_that_ends_early_counts_as_far_as_it_came():
@@ -119,23 +123,34 @@ def test_a_way_that_ends_early_counts_as_far_as_it_came():
         ("    @  0x1 f()\n", "@  0x1 f()"),
     ],
 )
-def test_the_last_words_of_a_process(log, last):
-    assert last_words(log) == last
+def test_the_last_line_of_a_process(log, last):
+    assert last_line(log) == last
 
 
 def test_the_ways_of_a_race():
-    names = [way.name for way in ways_of("torch", [1, 2], has_peers=False)]
-    assert names == [
-        "plain-2",
-        "one-2",
-        "apart-1",
-        "together-1",
-        "apart-2",
-        "together-2",
-        "inside-2",
-    ]
-    peers = [way for way in ways_of("torch", [2], has_peers=True) if way.kind.endswith("ddp")]
+    """`unisono run` is raced with and without its CPU layers, and the limit without --peers."""
+    choices = benchmark.cpu_layer_choices("", "torch")
+    ways = ways_of("torch", [1, 2], has_peers=False, choices=choices)
+    names = "plain-2 one-2 apart-1 together-1 together:none-1 apart-2 together-2 together:none-2"
+    assert [way.name for way in ways] == [*names.split(), "inside-2", "raw_ddp-2"]
+    assert [way.cpu_layers for way in ways if way.variant] == ["0", "0"]
+    ways = ways_of("torch", [2], has_peers=True, choices=choices)
+    peers = [way for way in ways if way.kind.endswith("ddp")]
     assert peers == [Way("keras_ddp", 2, 2), Way("raw_ddp", 2, 2)]
+
+
+def test_an_ablation_turns_each_cpu_layer_off_in_turn(monkeypatch):
+    monkeypatch.setattr(benchmark, "known_cpu_layers", lambda backend: frozenset({"pool", "conv"}))
+    assert benchmark.cpu_layer_choices("ablate", "torch") == {
+        "": None,
+        "none": "0",
+        "no_conv": "pool",
+        "no_pool": "conv",
+    }
+    assert benchmark.cpu_layer_choices("pool", "torch") == {"pool": "pool"}
+    assert title_of("together:no_pool", TITLES) == "unisono run, without pool"
+    with pytest.raises(BenchError, match="CPU layers norm; torch has conv, pool"):
+        benchmark.cpu_layer_choices("norm", "torch")
 
 
 def bench(*words: object, folder) -> subprocess.CompletedProcess[str]:
@@ -223,7 +238,7 @@ def test_a_race_that_is_ended_leaves_nobody_behind(tmp_path, number):
 @pytest.mark.parametrize(
     ("program", "said"),
     [
-        ("raise ValueError('no data')", "ended with code 1, so that it cannot be measured"),
+        ("raise ValueError('no data')", "ended with code 1, so it cannot be measured"),
         (SCRIPT.replace("epochs=3", "epochs=1").replace("20000", "200"), "give it more epochs"),
     ],
 )
@@ -270,12 +285,56 @@ def test_what_cannot_be_measured(tmp_path, words, said):
     assert said in done.stderr
 
 
-def test_what_a_compiled_step_adds_up():
-    """A sum may be of several arrays, and of numbers, whose shapes have nothing in the brackets."""
+def test_the_all_reduces_of_a_compiled_step():
+    """One may be of several arrays, and of scalars, whose shapes have empty brackets."""
     text = """
   %a = f32[2,3]{1,0} add(%x, %y)
   %s.8 = (f32[], /*index=1*/bf16[2,3]{1,0}) all-reduce(%a, %b), channel_id=1
   ROOT %s.9 = s32[4]{0} all-reduce(%c), channel_id=2
 """
     found = read_program(8, 1.5, text)
-    assert (found.num_instructions, found.num_sums, found.summed_bytes) == (3, 2, 4 + 12 + 16)
+    assert (found.num_instructions, found.num_all_reduces, found.reduced_bytes) == (
+        3,
+        2,
+        4 + 12 + 16,
+    )
+
+
+BARE_LOSS = """
+import keras
+from unisono.bench.nets import data, make
+from unisono.bench.peers import {module}
+
+
+def in_order_of_creation(model, kind):
+    found = [layer for layer in model.layers if isinstance(layer, kind)]
+    return sorted(found, key=lambda layer: (len(layer.name), layer.name))
+
+
+for net in ("mnist", "cifar10"):
+    model = make(net)
+    for layer in in_order_of_creation(model, keras.layers.Dropout):
+        layer.rate = 0.0
+    norms = in_order_of_creation(model, keras.layers.BatchNormalization)
+    params = []
+    for place, conv in enumerate(in_order_of_creation(model, keras.layers.Conv2D)):
+        params += conv.get_weights()
+        params += norms[place].get_weights()[:2] if norms else []
+    params += in_order_of_creation(model, keras.layers.Dense)[0].get_weights()
+    x, y = data(net, 8)
+    expected = float(keras.ops.mean(keras.losses.get(model.loss)(y, model(x, training=True))))
+    loss = float({module}.bare_loss(net, params, x, y)[0])
+    assert abs(loss - expected) < 1e-4, (net, loss, expected)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["jax", "tensorflow"])
+def test_the_loops_without_keras_compute_the_same_loss(backend):
+    program = BARE_LOSS.format(module=f"{backend}_peers")
+    env = {**os.environ, "KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr

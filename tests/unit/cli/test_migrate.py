@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 import unisono.compat
 from unisono.cli import main
 from unisono.compat import knowledge, lookup
-from unisono.compat.migrate.api import is_in_keras
 from unisono.compat.migrate.files import replace
+from unisono.compat.migrate.imports import is_in_keras
 from unisono.compat.migrate.notebooks import migrate_notebook
 from unisono.compat.migrate.source import migrate_source
 from unisono.compat.syntax import check_syntax

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from unisono.backends import settings
-from unisono.backends.tensorflow.settings import TensorFlowSettings
-from unisono.backends.torch.settings import TorchSettings
+from unisono.backends.tensorflow.framework import TensorFlowFramework
+from unisono.backends.torch.framework import TorchFramework
 from unisono.devices import Grant, Policy, current_policy
 from unisono.errors import DeviceError
 
@@ -64,7 +64,7 @@ class TestTensorFlow:
         ],
     )
     def test_calls(self, tf, said, grant, expected):
-        TensorFlowSettings().apply(tf, grant)
+        TensorFlowFramework().apply(tf, grant)
         assert said == expected
 
     def test_a_program_that_has_set_gpus_itself(self, tf):
@@ -73,7 +73,7 @@ class TestTensorFlow:
 
         tf.config.experimental.set_memory_growth = refuse
         with pytest.raises(DeviceError, match="it says: Cannot set memory growth") as caught:
-            TensorFlowSettings().apply(tf, Grant(is_growing=True))
+            TensorFlowFramework().apply(tf, Grant(is_growing=True))
         assert isinstance(caught.value.__cause__, ValueError)
 
 
@@ -115,7 +115,7 @@ class TestTorch:
     )
     def test_variables(self, monkeypatch, before, grant, after):
         monkeypatch.setattr(os, "environ", dict(before))
-        TorchSettings().set_variables(grant)
+        TorchFramework().set_variables(grant)
         assert os.environ == after
 
     def test_a_limit_waits_until_cuda_starts(self):
@@ -127,7 +127,7 @@ class TestTorch:
             get_device_properties=lambda i: SimpleNamespace(total_memory=totals[i]),
             set_per_process_memory_fraction=lambda share, i: said.append((i, share)),
         )
-        TorchSettings().apply(SimpleNamespace(cuda=cuda), Grant(limit_bytes=256 * MIB))
+        TorchFramework().apply(SimpleNamespace(cuda=cuda), Grant(limit_bytes=256 * MIB))
         assert said == []
         waiting[0]()
         assert said == [(0, 0.25), (1, 1.0)]

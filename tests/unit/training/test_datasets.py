@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from unisono.errors import DataError
-from unisono.training.datasets import DATA, Form, check_source, load, synthetic
-from unisono.training.image_folders import has_class_folders
+from unisono.training.datasets import DATA, Form, check_source, has_class_folders, load, synthetic
 
 FORM = Form("cifar10", (8, 8, 3), 10)
 GRAY = Form("mnist", (8, 8, 1), 10)
@@ -103,7 +102,7 @@ def test_synthetic_images_follow_the_seed_and_can_be_told_apart():
             r"x_train has 30 images and y_train the shape \(29,\)",
         ),
         ({"y_train": np.zeros((30, 10), "uint8")}, r"y_train the shape \(30, 10\)"),
-        ({"y_train": np.zeros(30, "float32")}, "y_train holds float32. Labels are whole numbers"),
+        ({"y_train": np.zeros(30, "float32")}, "y_train holds float32. Give integers"),
     ],
 )
 def test_data_of_the_wrong_form(tmp_path, changed, found):
@@ -117,7 +116,7 @@ def test_data_of_the_wrong_form(tmp_path, changed, found):
 def test_a_file_that_was_cut_off_is_named(tmp_path, share):
     path = saved(tmp_path / "cut.npz")
     os.truncate(path, int(path.stat().st_size * share))
-    with pytest.raises(DataError, match="damaged or cut off") as raised:
+    with pytest.raises(DataError, match="damaged or truncated") as raised:
         load(FORM, str(path))
     assert str(path) in str(raised.value)
 
@@ -125,7 +124,7 @@ def test_a_file_that_was_cut_off_is_named(tmp_path, share):
 def test_a_file_that_is_no_archive_is_not_to_be_unpickled(tmp_path):
     path = tmp_path / "other.npz"
     path.write_bytes(b"something else" * 9)
-    with pytest.raises(DataError, match="no archive of arrays") as raised:
+    with pytest.raises(DataError, match=r"not an \.npz archive") as raised:
         load(FORM, str(path))
     assert "pickle" not in str(raised.value)
 
@@ -136,7 +135,7 @@ def test_a_damaged_byte_is_noticed(tmp_path):
     raw = bytearray(path.read_bytes())
     raw[1000] ^= 1
     path.write_bytes(raw)
-    with pytest.raises(DataError, match="damaged or cut off"):
+    with pytest.raises(DataError, match="damaged or truncated"):
         load(FORM, str(path))
 
 
@@ -199,7 +198,7 @@ def test_images_that_are_damaged_are_named(tmp_path):
     make_images(tmp_path / "b", 3, 9)
     cut = tmp_path / "b" / "1.png"
     os.truncate(cut, cut.stat().st_size // 2)
-    with pytest.raises(DataError, match="is damaged, cut off or no image") as raised:
+    with pytest.raises(DataError, match="is damaged, truncated or not an image") as raised:
         load(FORM, str(tmp_path))
     assert str(cut) in str(raised.value)
 

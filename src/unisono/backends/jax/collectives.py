@@ -1,8 +1,8 @@
 """Collectives between the processes of a run on JAX: arrays in, arrays of this process out.
 
-Each is a small program of the whole mesh, compiled once for a shape and a type. Before one runs the
-processes compare what they are about to do, so that a difference is an error of all of them. Types
-of 64 bits keep their bits, whether or not the program has switched them on in JAX.
+Each is a small program of the whole mesh, compiled once per shape and type. Before one runs, the
+processes compare what they are about to do, so that a difference is an error in all of them. 64-bit
+types keep their precision, whether or not the program has enabled them in JAX.
 """
 
 import functools
@@ -16,7 +16,7 @@ import keras
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from unisono.backends.jax.global_mesh import AXIS, WorldMesh, peers_watched, world_mesh
+from unisono.backends.jax.mesh import AXIS, ReplicaMesh, peers_watched
 from unisono.errors import DisagreementError, StrategyError
 
 _EVERY, _OWN = PartitionSpec(), PartitionSpec(AXIS)
@@ -34,12 +34,14 @@ _PROGRAMS: dict[str, tuple[Callable[[Any], Any], PartitionSpec]] = {
 
 
 class JaxCollectives:
-    """See base.Collectives."""
+    """See base.Collectives; over the processes of a mesh that has one device of each."""
 
-    def __init__(self, ranks: Sequence[int] | None = None, kind: str | None = None) -> None:
-        self._mesh: WorldMesh = world_mesh(kind, ranks)
-        self.rank = self._mesh.position
-        self.size = self._mesh.size
+    def __init__(self, mesh: ReplicaMesh) -> None:
+        assert mesh.world is not None
+        self._mesh = mesh
+        self._world = mesh.world
+        self.rank = mesh.position
+        self.size = mesh.size
 
     def all_reduce(self, tensors: Sequence[Any], op: str) -> list[Any]:
         """The sum, minimum, maximum or product of every tensor over the processes.
@@ -63,7 +65,7 @@ class JaxCollectives:
         return [self._put(part[:n]) for part, n in zip(parts, sizes, strict=True)]
 
     def broadcast(self, tensors: Sequence[Any], root: int) -> list[Any]:
-        """The tensors of one process, by its place among these."""
+        """The tensors of the process at this position of the mesh."""
         own = [_as_array(tensor) for tensor in tensors]
         self._agree(f"broadcast from {root}", [_describe(x) for x in own], must_equal=True)
         if not 0 <= root < self.size:
@@ -74,24 +76,24 @@ class JaxCollectives:
         words = _packed(own)
         if not words.size:
             return [self._put(x) for x in own]
-        # Words and not numbers are added, to zeros: no bit changes.
+        # A sum of unsigned words with zeros, and not of floats: no bit changes.
         (received,) = self._run("sum", words if root == self.rank else words * 0)
         return [self._put(x) for x in _unpacked(np.asarray(received), own)]
 
     def reduce_scatter(self, tensor: Any, op: str) -> Any:
-        """This process' rows of a reduction; the first processes get one more where needed."""
+        """This process' rows of a reduction; if it does not divide, the first get one more."""
         _check_op(op)
         own = _with_rows(tensor)
         self._agree(f"reduce_scatter by {op}", _describe(own), must_equal=True)
         each, more = divmod(own.shape[0], self.size)
         if op == "sum" and own.size and not more and own.dtype != bool:
             return self._run("scatter", own)[0]
-        (total,) = self._reduced([own], op)
+        (reduced,) = self._reduced([own], op)
         start = self.rank * each + min(self.rank, more)
-        return self._put(np.asarray(total)[start : start + each + (self.rank < more)])
+        return self._put(np.asarray(reduced)[start : start + each + (self.rank < more)])
 
     def all_to_all(self, tensor: Any, splits: Sequence[int]) -> tuple[Any, list[int]]:
-        """Rows for each process, given by numbers; the rows received, and how many from each."""
+        """Send each process `splits[i]` rows; the rows received, and how many came from each."""
         own = _with_rows(tensor)
         wanted = [int(n) for n in splits]
         every = self._agree("all_to_all", [*_describe(own), wanted])
@@ -109,13 +111,13 @@ class JaxCollectives:
         return self._put(rows), counts
 
     def barrier(self) -> None:
-        """Wait until every process has come here."""
+        """Wait until every process has called this."""
         self._agree("barrier", None)
 
-    # -- parts ---------------------------------------------------------------------------------
+    # -- comparing and running -----------------------------------------------------------------
 
     def _agree(self, what: str, value: Any, *, must_equal: bool = False) -> list[Any]:
-        every = self._mesh.world.all_gather(what, value, self._mesh.ranks)
+        every = self._world.all_gather(what, value, self._mesh.ranks)
         if must_equal and any(found != every[0] for found in every[1:]):
             self._refuse(what, every)
         return every
@@ -123,13 +125,13 @@ class JaxCollectives:
     def _check_rows(self, what: str, every: list[Any]) -> None:
         first_type, first_shape = every[0]
         for dtype, shape in every[1:]:
-            is_same_form = len(shape) == len(first_shape) and shape[1:] == first_shape[1:]
-            if dtype != first_type or not is_same_form:
+            is_same_shape = len(shape) == len(first_shape) and shape[1:] == first_shape[1:]
+            if dtype != first_type or not is_same_shape:
                 self._refuse(what, every)
 
     def _check_splits(self, every: list[Any]) -> None:
         for rank, (_, shape, splits) in zip(self._mesh.ranks, every, strict=True):
-            rows = shape[0] if shape else 0
+            rows = shape[0]
             if len(splits) != self.size or min(splits) < 0 or sum(splits) != rows:
                 raise StrategyError(
                     f"Asked to send {rows} rows to {self.size} processes by splits={splits} (rank "
@@ -151,7 +153,7 @@ class JaxCollectives:
         return [self._out(y, x) for y, x in zip(results, own, strict=True)]
 
     def _stacked(self, own: Any) -> Any:
-        """Arrays of one shape from all processes, as one array with a row for each."""
+        """Arrays of one shape from all processes, stacked along a new first axis."""
         if not own.size:
             return np.broadcast_to(np.asarray(own), (self.size, *own.shape))
         return np.asarray(self._run("gather", own)[0])
@@ -161,7 +163,7 @@ class JaxCollectives:
             rows = [self._mesh.put_rows(x) for x in arrays]
             results = _compiled(self._mesh, name)(rows)
             jax.block_until_ready(results)
-        # What this process holds of each: the same as all others, or rows of its own.
+        # This process' data: the same as in all others, or its own rows.
         return [result.addressable_data(0) for result in results]
 
     def _out(self, result: Any, like: Any) -> Any:
@@ -177,11 +179,11 @@ class JaxCollectives:
 
     def _put(self, values: Any) -> Any:
         with jax.enable_x64(True):
-            return jax.device_put(values, self._mesh.own)
+            return jax.device_put(values, self._mesh.own_device)
 
 
 @functools.cache
-def _compiled(mesh: WorldMesh, name: str) -> Any:
+def _compiled(mesh: ReplicaMesh, name: str) -> Any:
     function, out = _PROGRAMS[name]
     mapped = jax.shard_map(
         lambda arrays: [function(x) for x in arrays],
@@ -205,7 +207,7 @@ def _as_array(tensor: Any) -> Any:
 
 
 def _as_rows(x: Any) -> Any:
-    """Numbers in rows: devices add neither booleans nor what has no rows to lie on a mesh."""
+    """With rows to shard over a mesh, and without booleans, which devices cannot add."""
     if x.dtype == bool:
         x = np.asarray(x).astype("int32")
     return np.asarray(x).reshape(1) if x.ndim == 0 else x
@@ -232,14 +234,14 @@ def _with_rows(tensor: Any) -> Any:
     found = _as_array(tensor)
     if found.ndim == 0:
         raise StrategyError(
-            "Asked to spread the rows of a tensor over processes; it has none, its shape is (). "
-            "Give a tensor with a first dimension."
+            "Asked to split the rows of a tensor over processes; it has none, its shape is (). "
+            "Give a tensor with at least one dimension."
         )
     return found
 
 
 def _packed(arrays: Sequence[Any]) -> Any:
-    """The bytes of arrays as words, their number rounded up so that few programs serve all."""
+    """The bytes of arrays as words, their number rounded up so that few programs are compiled."""
     num_bytes = sum(x.size * x.dtype.itemsize for x in arrays)
     if not num_bytes:
         return np.zeros(0, "uint32")

@@ -1,188 +1,127 @@
-"""The service by which the JAX processes of a run find each other, in a process of its own.
+"""JAX's coordination service for the processes of a run, in a process of its own.
 
-JAX would put it into the first process; the end of that one, however it came, would then abort all
-others on the spot, without a word on the cause. Here it outlives them: every process of the run
-holds a line to it, and it ends when the last of these has ended. Lines of strangers don't count: a
-process of the run says the token that the service was given, and hears that it was understood.
+JAX would run it in the first process, whose end, for whatever reason, would abort all others at
+once and without naming the cause. Here it outlives them: each process of the run keeps a connection
+to it open, authenticated by a token, and it ends when the last of these has ended.
 
-Run as `python -m unisono.backends.jax.coordination_service HOST SIZE [SOURCE ...]`, with
-the token as the first line of its standard input, which is then the line of the process that
-started it: prints the ports of the service and of the lines. Only loopback and the sources reach
-them; the service itself authenticates nobody.
+Run as `python -m unisono.backends.jax.coordination_service HOST SIZE [SOURCE ...]`, with the token
+as the first line of its standard input, which stays open as the connection of the process that
+started it. Prints the ports of the service and of the connections. Only loopback and the sources
+reach them; JAX's service itself does not authenticate callers.
 """
 
 import contextlib
-import hmac
 import os
 import resource
-import selectors
 import socket
 import sys
-import time
+import threading
 from typing import Any
 
-from unisono.launch.source_filter import OnlyFrom, answer_only
+from unisono.backends.jax.internals import start_coordination_service
+from unisono.launch.client import connect
+from unisono.launch.network import join_address
+from unisono.launch.server import Connection, Server
+from unisono.launch.source_filter import OnlyFrom
+from unisono.launch.wire import Message
 
-# JAX's own heartbeats end processes that are late. Who is late or gone is for the launcher to say.
-NO_HEARTBEATS_S = 7 * 24 * 3600
-_ASK_EVERY_S, _NUM_UNANSWERED = 10, 3
-_STRANGER_S = 5.0
-_NUM_STRANGERS = 64
-_BACKLOG = 1024
-_ACCEPT_AGAIN_S = 0.1
-_UNDERSTOOD = b"+"
+_KEEPALIVE_EVERY_S, _NUM_UNANSWERED = 10, 3
 
 
 def main() -> None:
     host, size, *sources = sys.argv[1:]
     token = _read_token()
-    _allow_many_lines()
+    _allow_many_connections()
     service, port = _start(host, int(size), sources)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
-        listener.bind((host, 0))
-        answer_only(listener, sources)
-        listener.listen(_BACKLOG)
-        print(port, listener.getsockname()[1], flush=True)
-        _Lines(listener, token).wait_for_all()
+    processes = _Processes()
+    with OnlyFrom(sources, host=host):
+        server = Server(
+            token,
+            host=host,
+            port=0,
+            name="unisono-jax-service",
+            on_message=processes.on_message,
+            on_end=processes.on_end,
+        )
+    server.start()
+    print(port, server.port, flush=True)
+    while os.read(sys.stdin.fileno(), 1):
+        pass
+    processes.wait_for_end()
     service.shutdown()
 
 
-def address(host: str, port: int) -> str:
-    """`host:port` as gRPC reads it."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+def hold_connection(host: str, port: int, token: str, timeout_s: float) -> None:
+    """Keep the service alive as long as this process lives.
+
+    Raises:
+        LaunchError: There was no answer in time.
+    """
+    frames = connect(join_address(host, port), token, timeout_s)
+    frames.send({})
+    frames.socket.settimeout(timeout_s)
+    frames.receive()
+    # Left for the system to close: the service has to outlive what Python does at exit.
+    frames.socket.detach()
 
 
-def hold_line(host: str, port: int, token: str, timeout_s: float) -> None:
-    """Keep the service alive as long as this process lives; OSError where it does not answer."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        with contextlib.suppress(ConnectionError):  # Crowded out by strangers, perhaps.
-            line = socket.create_connection((host, port), timeout_s)
-            line.sendall(token.encode())
-            if line.recv(1) == _UNDERSTOOD:
-                # Left for the system to close: the service has to outlast what Python tidies up.
-                line.detach()
-                return
-            line.close()
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"it took no line within {timeout_s:g} s")
-        time.sleep(_ACCEPT_AGAIN_S)
+class _Processes:
+    """The processes of the run that hold a connection."""
+
+    def __init__(self) -> None:
+        self._connections: set[Connection] = set()
+        self._changed = threading.Condition()
+
+    def on_message(self, connection: Connection, message: Message) -> None:
+        with self._changed:
+            self._connections.add(connection)
+        with contextlib.suppress(AttributeError, OSError):
+            # A process behind a cut link sends nothing when it ends.
+            sock, tcp = connection.socket, socket.IPPROTO_TCP
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            sock.setsockopt(tcp, socket.TCP_KEEPIDLE, _KEEPALIVE_EVERY_S)
+            sock.setsockopt(tcp, socket.TCP_KEEPINTVL, _KEEPALIVE_EVERY_S)
+            sock.setsockopt(tcp, socket.TCP_KEEPCNT, _NUM_UNANSWERED)
+        connection.admit()
+        connection.send({})
+
+    def on_end(self, connection: Connection, how: str) -> None:
+        with self._changed:
+            self._connections.discard(connection)
+            self._changed.notify_all()
+
+    def wait_for_end(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._connections)
 
 
-def _read_token() -> bytes:
+def _read_token() -> str:
     token = b""
-    # One byte after the other: what is read ahead could not be waited for.
+    # Byte by byte: what a buffered reader has read ahead could not be waited for.
     while byte := os.read(sys.stdin.fileno(), 1):
         if byte == b"\n":
-            return token
+            return token.decode()
         token += byte
     raise SystemExit("The process that started this service has ended.")
 
 
-def _allow_many_lines() -> None:
+def _allow_many_connections() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _start(host: str, size: int, sources: list[str]) -> tuple[Any, int]:
-    from jaxlib import _jax
-
-    # gRPC does not tell which port it took, and shares a port that another gRPC server has taken.
-    # So the port is held by a socket that never listens, until gRPC has it too.
+    # gRPC does not report which port it took, and shares a port with another gRPC server. So the
+    # port is held by a socket that never listens, until gRPC has it too.
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         holder.bind((host, 0))
         port = int(holder.getsockname()[1])
         with OnlyFrom(sources, host=host, port=port):
-            service = _jax.get_distributed_runtime_service(
-                address(host, port), size, heartbeat_timeout=NO_HEARTBEATS_S, shutdown_timeout=1
-            )
+            service = start_coordination_service(join_address(host, port), size)
     return service, port
-
-
-class _Lines:
-    """Who holds a line, and strangers, who are given a few seconds and little room."""
-
-    def __init__(self, listener: socket.socket, token: bytes) -> None:
-        self._listener = listener
-        self._token = token
-        self._num_held = 1  # Standard input.
-        self._strangers: dict[socket.socket, tuple[float, bytes]] = {}
-
-    def wait_for_all(self) -> None:
-        self._listener.setblocking(False)
-        with selectors.DefaultSelector() as self._selector:
-            self._selector.register(self._listener, selectors.EVENT_READ)
-            self._selector.register(sys.stdin, selectors.EVENT_READ)
-            while self._num_held:
-                for key, _ in self._selector.select(_STRANGER_S if self._strangers else None):
-                    if key.fileobj is self._listener:
-                        self._accept()
-                    elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._strangers:
-                        self._listen_to(key.fileobj)
-                    else:
-                        # Nothing is said on a line any more: something to read is its end.
-                        self._selector.unregister(key.fileobj)
-                        self._num_held -= 1
-                self._part_with_strangers()
-
-    def _accept(self) -> None:
-        try:
-            line, _ = self._listener.accept()
-        except BlockingIOError:
-            return
-        except OSError:
-            time.sleep(_ACCEPT_AGAIN_S)  # No descriptor is left; the caller waits in the queue.
-            return
-        line.setblocking(False)
-        self._strangers[line] = (time.monotonic(), b"")
-        self._selector.register(line, selectors.EVENT_READ)
-
-    def _listen_to(self, line: socket.socket) -> None:
-        since, before = self._strangers[line]
-        try:
-            data = line.recv(len(self._token) - len(before))
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        said = before + data
-        if data and len(said) < len(self._token):
-            # Not compared yet: who heard of a wrong part could guess the token digit by digit.
-            self._strangers[line] = (since, said)
-        elif not hmac.compare_digest(said, self._token):
-            self._drop(line)
-        else:
-            del self._strangers[line]
-            self._num_held += 1
-            _keep(line)
-            with contextlib.suppress(OSError):  # Already gone: its end is read next.
-                line.send(_UNDERSTOOD)
-
-    def _part_with_strangers(self) -> None:
-        """Close the lines of those that have not said the token in time, or are too many."""
-        before = time.monotonic() - _STRANGER_S
-        too_many = len(self._strangers) - _NUM_STRANGERS
-        for i, (line, (since, _)) in enumerate(list(self._strangers.items())):
-            if i < too_many or since < before:
-                self._drop(line)
-
-    def _drop(self, line: socket.socket) -> None:
-        del self._strangers[line]
-        self._selector.unregister(line)
-        line.close()
-
-
-def _keep(line: socket.socket) -> None:
-    with contextlib.suppress(AttributeError, OSError):
-        # A process behind a cut link says nothing when it ends.
-        line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _ASK_EVERY_S)
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _ASK_EVERY_S)
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _NUM_UNANSWERED)
 
 
 if __name__ == "__main__":

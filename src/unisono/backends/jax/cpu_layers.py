@@ -1,8 +1,8 @@
-"""Layers for images on XLA's CPU kernels, by the ways that are fast there.
+"""Faster computations of image layers on XLA's CPU backend; see unisono.devices.cpu_layers.
 
-A convolution of single pixels is a matrix product: as a convolution, the gradient of its kernel
-takes XLA three times as long. The gradient of max pooling is to XLA a search in every window, which
-takes five times as long as the same by comparisons of shifted images.
+A 1x1 convolution is a matrix product: as a convolution, the gradient of its kernel takes XLA three
+times as long. XLA computes the gradient of max pooling by a search in every window, which takes
+five times as long as comparing shifted images.
 """
 
 import functools
@@ -18,26 +18,31 @@ from keras import layers
 
 from unisono.hooks import bind, original, unbind
 
-_MOST_PLACES = 16
-"""In a window whose places are compared one by one; beyond that the search is not slower."""
+KNOWN = frozenset({"conv", "max_pool"})
+_MAX_WINDOW = 16
+"""Pixels of a window that are compared one by one; beyond that the search is not slower."""
 
 _Pair = tuple[int, int]
 
 
-def use_kernels(model: keras.Model, *, num_replicas: int) -> None:
-    """Have layers compute in these ways; what they give is the same to rounding.
+def replace_layers(model: keras.Model, names: frozenset[str], *, num_replicas: int) -> None:
+    """Replace these computations in a model; results are the same up to rounding.
 
-    One replica has all cores: with them a product is not faster, and takes more memory.
+    Args:
+        model: The model, whose nested models are searched as well.
+        names: Some of `KNOWN`.
+        num_replicas: A single replica has all cores, with which a matrix product is no faster than
+            a convolution and takes more memory.
     """
-    for layer in model._flatten_layers():
-        if _is_convolution(layer) and num_replicas > 1:
+    for layer in model._flatten_layers() if names else ():
+        if "conv" in names and _is_convolution(layer) and num_replicas > 1:
             bind(layer, "convolution_op", _convolution_op(layer))
-        elif _is_max_pooling(layer):
+        elif "max_pool" in names and _is_max_pooling(layer):
             bind(layer, "call", _pooling_call(layer))
 
 
-def leave_kernels(model: keras.Model) -> None:
-    """Give layers back to plain Keras."""
+def restore_layers(model: keras.Model) -> None:
+    """Restore Keras' own computations."""
     for layer in model._flatten_layers():
         if _is_convolution(layer):
             unbind(layer, "convolution_op")
@@ -57,32 +62,31 @@ def _is_max_pooling(layer: Any) -> bool:
 
 def _are_images(layer: Any, inputs: Any) -> bool:
     is_array = isinstance(inputs, jax.Array) and inputs.ndim == 4 and inputs.size > 0
-    # Of shorter numbers a product may add up in fewer digits than a convolution.
+    # In half precision a product may accumulate with fewer digits than a convolution.
     is_exact = is_array and inputs.dtype in (numpy.float32, numpy.float64)
     return is_exact and layer.data_format == "channels_last"
 
 
 def _convolution_op(layer: Any) -> Callable[[Any, Any], Any]:
     def convolve(inputs: Any, kernel: Any) -> Any:
-        pixels = keras.ops.convert_to_tensor(kernel)
-        if not (_are_images(layer, inputs) and _is_of_pixels(inputs, pixels)):
+        weights = keras.ops.convert_to_tensor(kernel)
+        if not (_are_images(layer, inputs) and _is_one_by_one(inputs, weights)):
             return original(layer, "convolution_op")(inputs, kernel)
         rows, columns = layer.strides
-        seen = inputs[:, ::rows, ::columns]
-        return lax.dot_general(seen, pixels[0, 0], (((3,), (0,)), ((), ())))
+        strided = inputs[:, ::rows, ::columns]
+        return lax.dot_general(strided, weights[0, 0], (((3,), (0,)), ((), ())))
 
     return convolve
 
 
-def _is_of_pixels(inputs: Any, kernel: Any) -> bool:
+def _is_one_by_one(inputs: Any, kernel: Any) -> bool:
     is_dense = kernel.shape[:3] == (1, 1, inputs.shape[3])
     return bool(is_dense and kernel.dtype == inputs.dtype)
 
 
 def _pooling_call(layer: Any) -> Callable[[Any], Any]:
     def call(inputs: Any) -> Any:
-        places = math.prod(layer.pool_size)
-        if not (_are_images(layer, inputs) and places <= _MOST_PLACES):
+        if not (_are_images(layer, inputs) and math.prod(layer.pool_size) <= _MAX_WINDOW):
             return original(layer, "call")(inputs)
         size, strides = tuple(layer.pool_size), tuple(layer.strides)
         padding = lax.padtype_to_pads(inputs.shape[1:3], size, strides, layer.padding.upper())
@@ -101,28 +105,28 @@ def _pooling_call(layer: Any) -> Callable[[Any], Any]:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
 def _max_pool(x: Any, size: _Pair, strides: _Pair, shape: _Pair) -> Any:
-    return functools.reduce(numpy.maximum, _places(x, size, strides, shape))
+    return functools.reduce(numpy.maximum, _shifted(x, size, strides, shape))
 
 
 @_max_pool.defjvp
-def _max_pool_change(
-    size: _Pair, strides: _Pair, shape: _Pair, values: tuple[Any], changes: tuple[Any]
+def _max_pool_jvp(
+    size: _Pair, strides: _Pair, shape: _Pair, primals: tuple[Any], tangents: tuple[Any]
 ) -> tuple[Any, Any]:
-    """The change of a maximum is that of the first place that has it, as XLA's search finds."""
-    (x,), (of_x,) = values, changes
+    """The tangent of a maximum is that of the first pixel that has it, as in XLA's search."""
+    (x,), (tangent_x,) = primals, tangents
     outputs = _max_pool(x, size, strides, shape)
     is_found = numpy.zeros(outputs.shape, bool)
-    change = numpy.zeros_like(outputs)
-    places = zip(_places(x, size, strides, shape), _places(of_x, size, strides, shape), strict=True)
-    for place, of_place in places:
-        is_here = (place == outputs) & ~is_found
+    tangent = numpy.zeros_like(outputs)
+    pixels, tangents_of = (_shifted(value, size, strides, shape) for value in (x, tangent_x))
+    for pixel, of_pixel in zip(pixels, tangents_of, strict=True):
+        is_here = (pixel == outputs) & ~is_found
         is_found |= is_here
-        change += numpy.where(is_here, of_place, 0)
-    return outputs, change
+        tangent += numpy.where(is_here, of_pixel, 0)
+    return outputs, tangent
 
 
-def _places(x: Any, size: _Pair, strides: _Pair, shape: _Pair) -> list[Any]:
-    """What each place of the windows sees: the images, shifted and thinned out."""
+def _shifted(x: Any, size: _Pair, strides: _Pair, shape: _Pair) -> list[Any]:
+    """For each pixel of a window, the images shifted by it and strided."""
     count, channels = x.shape[0], x.shape[3]
     last_row, last_column = ((n - 1) * by + 1 for n, by in zip(shape, strides, strict=True))
     return [

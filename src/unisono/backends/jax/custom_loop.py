@@ -1,7 +1,9 @@
-"""A user's own training loop under JAX: their step, compiled once for all devices.
+"""A custom training loop on JAX: the user's step, compiled once for all devices.
 
-A step sees the global batch, whatever the number of devices, so what it returns is already the
-sum or the mean over all rows: placing state and batches is all that a loop needs.
+A step sees the global batch, whatever the number of devices, so what it returns is already the sum
+or the mean over all rows: placing state and batches is all that a loop needs. In a run of several
+processes each places its rows; results that are replicated are returned as arrays of this process,
+and placed again when the next step takes them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,8 +13,11 @@ import jax
 import keras
 import numpy as np
 
-from unisono.backends.jax.mesh import ReplicaMesh
+from unisono.backends.jax.collectives import JaxCollectives
+from unisono.backends.jax.internals import uncommitted
+from unisono.backends.jax.mesh import ReplicaMesh, mesh_of, peers_watched
 from unisono.backends.jax.throttle import await_turn, note_step
+from unisono.data.feed import Feed
 from unisono.devices import Placement
 from unisono.errors import StrategyError
 
@@ -23,62 +28,82 @@ class JaxLoop:
     def __init__(self, placement: Placement) -> None:
         self.num_replicas = placement.num_replicas
         self._placement = placement
+        is_alone = placement.num_processes == 1
+        world = None if is_alone else self._mesh.world
+        self._feed = None if world is None else Feed(world, needs_even_shards=True)
 
     @property
     def _mesh(self) -> ReplicaMesh:
-        # Made anew: JAX's devices are others once a later call has asked for more of them.
-        return ReplicaMesh(self._placement)
+        # Not kept: JAX has other devices once a later call has asked for more of them.
+        return mesh_of(self._placement)
 
     def begin_epoch(self) -> None:
         """Nothing is set up for an epoch."""
 
     def split(self, batch: Any, num_rows: int) -> Any:
-        return self._mesh.place(keras.tree.map_structure(_as_array, batch))
+        mesh = self._mesh
+        batch = keras.tree.map_structure(_as_array, batch)
+        if self._feed is None:
+            return mesh.place(mesh.as_shard(batch))
+        with self._feed.calling("distributed data set"):
+            shard = self._feed.shard(batch)
+            self._feed.agree(shard, [], list)
+        return mesh.place(shard)
 
     def end_epoch(self) -> None:
         """Nothing is left open."""
 
     def run(self, step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if self._placement.kind != "cpu":
-            return step(*args, **kwargs)
-        await_turn()
-        outputs = step(*args, **kwargs)
-        note_step(outputs)
+        mesh = self._mesh
+        if self._feed is not None:
+            args, kwargs = jax.tree.map(self._placed, (tuple(args), dict(kwargs)))
+        with peers_watched():
+            if mesh.is_cpu:
+                await_turn()
+            outputs = step(*args, **kwargs)
+            if self._feed is not None:
+                outputs = jax.tree.map(mesh.result, outputs)
+            if mesh.is_cpu:
+                note_step(outputs)
         return outputs
 
     def reduce(self, how: str, value: Any, axis: int | None) -> Any:
         def reduce_leaf(leaf: Any) -> Any:
-            self._check(leaf)
+            whole = self._addressable(leaf)
             if axis is None:
-                return leaf
-            return leaf.sum(axis) if how == "sum" else leaf.mean(axis)
+                return whole
+            return whole.sum(axis) if how == "sum" else whole.mean(axis)
 
         return keras.tree.map_structure(reduce_leaf, value)
 
     def gather(self, value: Any, axis: int) -> Any:
         def gather_leaf(leaf: Any) -> Any:
-            self._check(leaf)
-            return jax.device_put(leaf, self._mesh.replicated)
+            whole = self._addressable(leaf)
+            return self._mesh.put(whole) if self._feed is None else whole
 
         return keras.tree.map_structure(gather_leaf, value)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
-        return (value,)
+        """What is on this process' devices: its rows of what is sharded over all."""
+        own = value if self._feed is None else keras.tree.map_structure(self._mesh.own, value)
+        return (own,)
 
     def reduce_gradients(self, gradients: Any) -> Any:
         """A step sees the global batch, and so do its gradients."""
         return gradients
 
     def replicate(self, state: Any) -> Any:
-        replicated = self._mesh.replicated
-
-        def put(leaf: Any) -> Any:
-            if isinstance(leaf, keras.Variable):
-                leaf._value = jax.device_put(leaf._value, replicated)
-                return leaf._value
-            return jax.device_put(leaf, replicated)
-
-        return keras.tree.map_structure(put, state)
+        """The state, in a run the chief's, on every device."""
+        mesh = self._mesh
+        leaves, structure = jax.tree.flatten(state, is_leaf=_is_variable)
+        values = [leaf._value if _is_variable(leaf) else leaf for leaf in leaves]
+        if self._feed is not None:
+            values = JaxCollectives(mesh).broadcast(values, root=0)
+        arrays = [mesh.put(value) for value in values]
+        for leaf, value, array in zip(leaves, values, arrays, strict=True):
+            if _is_variable(leaf):
+                leaf._value = array if self._feed is None else uncommitted(value)
+        return jax.tree.unflatten(structure, arrays)
 
     def num_rows(self) -> Any:
         return None
@@ -89,18 +114,29 @@ class JaxLoop:
     def num_parts(self) -> int:
         return 1
 
-    def _check(self, value: Any) -> None:
-        is_array = isinstance(value, jax.Array)
+    def _placed(self, leaf: Any) -> Any:
+        is_own = isinstance(leaf, jax.Array) and leaf.is_fully_addressable
+        return self._mesh.put(leaf) if is_own else leaf
+
+    def _addressable(self, value: Any) -> Any:
+        """What a step returned, with the rows of all processes, as an array of this process."""
+        mesh = self._mesh
         is_traced = isinstance(value, jax.core.Tracer)
-        ours = set(self._mesh.devices)
-        if not is_array or not (is_traced or value.devices() <= ours):
+        is_array = isinstance(value, jax.Array)
+        if not is_array or not (is_traced or value.devices() <= set(mesh.devices)):
             raise StrategyError(
                 f"Asked to join the replicas' values of a {type(value).__name__}, which is not "
                 "what strategy.run returned. Pass the result of strategy.run."
             )
+        if is_traced or value.is_fully_addressable:
+            return value
+        with peers_watched():
+            return mesh.own(mesh.put(value))
 
 
 def _as_array(leaf: Any) -> Any:
-    if leaf is None or isinstance(leaf, jax.Array):
-        return leaf
-    return np.asarray(leaf)
+    return leaf if leaf is None or isinstance(leaf, jax.Array) else np.asarray(leaf)
+
+
+def _is_variable(leaf: Any) -> bool:
+    return isinstance(leaf, keras.Variable)

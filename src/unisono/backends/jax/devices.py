@@ -1,4 +1,4 @@
-"""JAX's devices: those of a placement, and more virtual CPU devices than it started with."""
+"""JAX's devices: those of a placement, and more virtual CPU devices than JAX started with."""
 
 import gc
 import os
@@ -10,28 +10,32 @@ import jax.extend.backend
 import keras
 import numpy as np
 
-from unisono.backends.jax.settings import has_started
-from unisono.backends.jax.throttle import forget_steps
+from unisono.backends.jax.internals import has_started
 from unisono.devices import Placement
 from unisono.errors import StartedError
 
 
 class _Movable(Protocol):
     def move_to_new_devices(self) -> None:
-        """Take up the devices of a restarted backend under the same indices."""
+        """Use the devices of a restarted JAX backend under the same indices."""
 
 
-adopted: "weakref.WeakSet[_Movable]" = weakref.WeakSet()
+trainers: "weakref.WeakSet[_Movable]" = weakref.WeakSet()
 _num_cpu_devices_set_by_us = 0
 
 
 def devices_of(placement: Placement) -> list[Any]:
+    """This process' devices of a placement."""
     every = jax.local_devices(backend=None if placement.kind == "gpu" else "cpu")
     return [every[i] for i in placement.indices]
 
 
 def ensure_cpu_devices(count: int) -> None:
-    """Have at least `count` virtual CPU devices, restarting JAX's backends if need be."""
+    """Have at least `count` virtual CPU devices, restarting JAX's CPU backend if need be.
+
+    Raises:
+        StartedError: The program or an accelerator has fixed the number of CPU devices.
+    """
     global _num_cpu_devices_set_by_us
     if not has_started():
         _refuse_if_fixed(count)
@@ -76,25 +80,29 @@ def _refuse_if_fixed(count: int) -> None:
 
 
 def _restart_cpu_backend(count: int) -> None:
-    """Start JAX's CPU backend again with more devices and move every Keras variable over.
+    """Restart JAX's CPU backend with more devices and move every Keras variable to it.
 
-    Arrays that the user holds stay valid (they keep the old backend alive), but cannot be mixed
-    with new ones in one operation if they were committed to a device.
+    Arrays that the user holds stay valid (they keep the old backend alive), but cannot be used with
+    new ones in one operation if they were committed to a device.
     """
+    from unisono.backends.jax.throttle import forget_steps
+
     variables = [v for v in _live_variables() if v._value is not None]
     values = [(np.asarray(v._value), min(d.id for d in v._value.devices())) for v in variables]
     forget_steps()
     jax.extend.backend.clear_backends()
     jax.config.update("jax_num_cpu_devices", count)
     for variable, (value, index) in zip(variables, values, strict=True):
-        # A default and not a target: the value must stay free to meet those of other devices.
+        # A default device keeps the value uncommitted, free to be used with those of others.
         with jax.default_device(jax.local_devices(backend="cpu")[index]):
             variable._value = jax.numpy.asarray(value)
-    for replicas in list(adopted):
-        replicas.move_to_new_devices()
+    for trainer in list(trainers):
+        trainer.move_to_new_devices()
 
 
 def _live_variables() -> list[Any]:
-    # Layers, optimizers, metrics and seed generators of every model, adopted or not: there is no
-    # register of them, and a variable left behind would fail at its next use.
+    """Those of layers, optimizers, metrics and seed generators of every model.
+
+    There is no register of them, and a variable left behind would fail at its next use.
+    """
     return [o for o in gc.get_objects() if issubclass(type(o), keras.Variable)]

@@ -1,124 +1,64 @@
-"""How far steps run ahead of the CPU devices of a process.
+"""A deadlock guard: at most eight steps are in flight on CPU devices.
 
-XLA both starts steps and runs them on one pool of threads, one a core. When 32 steps are under way
-the start of the next one waits in such a thread; the rest may then wait for a device whose part of
-a step finds no thread any more. XLA ends such a process after a minute. A few steps ahead are as
-fast, and never come to that.
-
-A step takes its large buffer before the one ahead of it has given back its own, so steps that come
-one upon the other need the memory of two. Of long ones a single one is under way: the next batch is
-made ready beside it, and only the moment of handing over is lost. Where the process keeps memory
-that was freed, it is watched that a buffer in another place does not add to the last one's.
+XLA dispatches and runs steps on one thread pool with a thread per core. With 32 steps in flight,
+dispatching the next one blocks in such a thread; the others may then wait for a device whose part
+of a step finds no free thread, and XLA aborts the process after a minute. Eight steps in flight are
+as fast. The trainer and custom training loops share this limit, as they share the devices.
 """
 
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
-from unisono.devices.host_memory import keep_buffers_of_any_size
-from unisono.replication.memory_watch import PeakWatch
-
-_MOST_STEPS = 8
-_LONG_S = 0.2
-_ENDING_S = 0.003
-"""In which a step that has told its results gives back its buffer."""
+_MAX_STEPS = 8
 _SMALL_BYTES = 1024
 
-
-class _Step(NamedTuple):
-    """What was given out and may be under way."""
-
-    began: float
-    results: list[Callable[[], Any]]
-
-
-class _Pace:
-    """What waiting for steps has told about them."""
-
-    def __init__(self) -> None:
-        self.has_begun = False
-        self.are_long: bool | None = None  # Until one was waited for.
-        self._watch: PeakWatch | None = None
-        self._took_s = _LONG_S
-        self._last_end = 0.0
-
-    def begin(self) -> None:
-        """The first step is about to be given out."""
-        self.has_begun = True
-        # Not in a process that was started to keep all: giving back made it slower.
-        if keep_buffers_of_any_size():
-            self._watch = PeakWatch()
-
-    def note(self) -> None:
-        """A step was given out."""
-        if self._watch is not None and self.are_long is not False:
-            self._watch.begin(2 * self._took_s)
-
-    def learn(self, step: _Step) -> None:
-        """A step has ended right now."""
-        now = time.monotonic()
-        self._took_s = now - max(step.began, self._last_end)
-        self.are_long = self._took_s > _LONG_S
-        self._last_end = now
-
-
-# Of all models: they share the devices.
-_under_way: deque[_Step] = deque()
-_pace = _Pace()
+_in_flight: deque[list[Callable[[], Any]]] = deque()
+"""For each step, getters of the arrays that it returned."""
 
 
 def await_turn() -> None:
-    """Wait, before a step is given out, until few enough are under way."""
-    if not _pace.has_begun:
-        _pace.begin()
-    while len(_under_way) >= (_MOST_STEPS if _pace.are_long is False else 1):
+    """Wait, before a step is dispatched, until few enough are in flight."""
+    while len(_in_flight) >= _MAX_STEPS:
         try:
-            _wait_for_first([_under_way.popleft(), *_under_way])
+            _wait_for_first([_in_flight.popleft(), *_in_flight])
         except BaseException:
-            _under_way.clear()  # The later ones have failed with it.
+            _in_flight.clear()  # The later ones have failed with it.
             raise
 
 
 def note_step(outputs: Any, state: Any = None) -> None:
-    """Note what a step returned that was just given out.
+    """Note what a step returned that was just dispatched.
 
-    `state` is what the next step may free, to wait for where a step returns nothing else.
+    The next step may free `state`, so it is waited for only if a step returns nothing else.
     """
     arrays = [leaf for leaf in jax.tree.leaves(outputs) if isinstance(leaf, jax.Array)]
     if any(isinstance(array, jax.core.Tracer) for array in arrays):
-        return  # A program is being traced that will call the step.
+        return  # A program is being traced that calls the step.
     if not arrays:
         jax.block_until_ready(state)
         return
-    _under_way.append(_Step(time.monotonic(), [_noted(array) for array in arrays]))
-    _pace.note()
+    _in_flight.append([_getter(array) for array in arrays])
 
 
 def forget_steps() -> None:
-    """Let go of what steps returned, as their devices are given up."""
-    _under_way.clear()
+    """Release what steps returned, since their devices are given up."""
+    _in_flight.clear()
 
 
-def _noted(array: Any) -> Callable[[], Any]:
-    """A way back to an array; a large one is not kept for that."""
+def _getter(array: Any) -> Callable[[], Any]:
+    """Returns the array, or None if it is large and nobody else has kept it."""
     return (lambda: array) if array.nbytes <= _SMALL_BYTES else weakref.ref(array)
 
 
-def _wait_for_first(steps: list[_Step]) -> None:
-    """Wait for the first step of which there is still something to wait for."""
-    for step in steps:
-        arrays = [array for find in step.results if (array := find()) is not None]
-        # A later step may have taken an array's memory.
+def _wait_for_first(steps: list[list[Callable[[], Any]]]) -> None:
+    """Wait for the first step of which there is still an array to wait for."""
+    for getters in steps:
+        arrays = [array for get in getters if (array := get()) is not None]
+        # A later step may have taken over an array's memory.
         if alive := [array for array in arrays if not array.is_deleted()]:
-            # One that is over already tells nothing: it may have ended long ago.
-            is_over = all(array.is_ready() for array in alive)
             jax.block_until_ready(alive)
-            if not is_over:
-                _pace.learn(step)
-                if _pace.are_long:
-                    time.sleep(_ENDING_S)
             return

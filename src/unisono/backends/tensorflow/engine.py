@@ -92,7 +92,7 @@ class TensorFlowBackend:
                 f"device(s), and their number is fixed from then on. {_remedy(found, count)}"
             )
 
-    def adopt(
+    def replicate(
         self, model: keras.Model, placement: Placement, *, sync_batch_norm: bool
     ) -> "SingleReplica | TensorFlowReplicas | TensorFlowWorldReplicas":
         check_strategy(model)
@@ -127,6 +127,7 @@ class SingleReplica:
     def __init__(self, model: keras.Model, placement: Placement, sync_batch_norm: bool) -> None:
         self.placement = placement
         self.sync_batch_norm = sync_batch_norm
+        self.feed = None
         self._model = model
         leave_untuned(model)
         if placement.kind == "cpu":
@@ -148,6 +149,9 @@ class SingleReplica:
         leave_kernels(self._model)
         forget_functions(self._model)
 
+    def settle(self, when: str) -> None:
+        """All replicas are in this process."""
+
     def variable_names(self) -> list[str]:
         return names_of(self._model)
 
@@ -161,6 +165,7 @@ class TensorFlowReplicas:
     def __init__(self, model: keras.Model, placement: Placement, *, sync_batch_norm: bool) -> None:
         self.placement = placement
         self.sync_batch_norm = sync_batch_norm
+        self.feed = None
         self._strategy = strategy_of(placement)
         self._num_replicas = placement.num_replicas
         self._model = model
@@ -191,6 +196,9 @@ class TensorFlowReplicas:
         self._replace_variables(plain)
         self._model._jit_compile = self._own_jit_compile
         forget_functions(self._model)
+
+    def settle(self, when: str) -> None:
+        """All replicas are in this process."""
 
     def variable_names(self) -> list[str]:
         return names_of(self._model)

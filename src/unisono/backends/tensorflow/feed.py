@@ -17,7 +17,7 @@ from keras.src.trainers.data_adapters import array_slicing
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
 from unisono.backends.tensorflow.rows import spec_of_any_rows
-from unisono.data.adapters import changing_arrays
+from unisono.data.arrays import changing_arrays
 from unisono.data.feed import Shard
 from unisono.devices.cpu import num_cores
 from unisono.hooks import bind, original, unbind

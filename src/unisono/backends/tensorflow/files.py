@@ -15,8 +15,8 @@ import tensorflow as tf
 from tensorflow.python.checkpoint import checkpoint as checkpoints
 from tensorflow.python.checkpoint import checkpoint_management as management
 
+from unisono.hooks import Patch
 from unisono.launch.client import World
-from unisono.patches import Patch
 
 # What a manager does to files, besides remembering its checkpoints.
 _BOOKS = [
@@ -59,7 +59,7 @@ def write_once(world: World) -> None:
 
 def _as_chief(world: World, what: str, path: Any, write: Callable[[], Any]) -> Any:
     # Not before: it imports Keras, which must not happen while TensorFlow joins.
-    from unisono.checkpoint.chief_files import write_as_chief
+    from unisono.checkpoint.saving import write_as_chief
 
     return write_as_chief(world, f"{what} {os.fspath(path)}", write)
 

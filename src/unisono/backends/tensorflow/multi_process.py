@@ -36,7 +36,6 @@ from unisono.replication.introspection import (
     with_inner,
 )
 from unisono.replication.loss_kinds import LossKinds
-from unisono.replication.process_calls import WorldCalls
 from unisono.replication.replication import Replication
 from unisono.replication.step import apply_gradients
 
@@ -50,7 +49,7 @@ OnReplica = Callable[[TensorFlowReplica, Any], Any]
 
 
 class TensorFlowWorldReplicas:
-    """See base.Adopted."""
+    """See base.ReplicatedModel."""
 
     def __init__(self, model: keras.Model, placement: Placement, *, sync_batch_norm: bool) -> None:
         world = current_world()
@@ -60,8 +59,7 @@ class TensorFlowWorldReplicas:
         self._model = model
         self._links = LinksAcrossProcesses(group_of())
         self._watch = Watch(group_of())
-        self._feed = Feed(world, needs_even_shards=False, rows_between=rows_between)
-        self._calls = WorldCalls(model, self._feed, self._settle)
+        self.feed = Feed(world, needs_even_shards=False, rows_between=rows_between)
         self._hooked_optimizers: list[Any] = []
         self._hook_optimizers()
         self._replication = Replication(
@@ -79,7 +77,6 @@ class TensorFlowWorldReplicas:
         self._prepare()
 
     def release(self) -> None:
-        self._calls.release()
         self._replication.release()
         self._watch.release()
         unbind(self._model, *_HOOKS)
@@ -167,10 +164,10 @@ class TensorFlowWorldReplicas:
     def _learn_kinds(self, name: str, batch: Any) -> None:
         """Every process tries its rows, and all believe the chief."""
         self._replication.prepare()
-        data = keras.tree.map_structure(_to_tensor, self._feed.shard(batch).data)
+        data = keras.tree.map_structure(_to_tensor, self.feed.shard(batch).data)
         kinds = learn_kinds(self._model, self._replication, name, data)
-        where = f"{self._feed.where()}, losses of {name}"
-        found = self._feed.world.broadcast(where, dataclasses.asdict(kinds))
+        where = f"{self.feed.where()}, losses of {name}"
+        found = self.feed.world.broadcast(where, dataclasses.asdict(kinds))
         self._replication.learn(name, LossKinds(**found))
 
     def _make_predict_function(self, force: bool = False) -> Any:
@@ -181,7 +178,7 @@ class TensorFlowWorldReplicas:
 
         def function(batches: list[Any]) -> Any:
             if not model.built:
-                build_for_prediction(model, self._prepare, self._feed.shard(batches[0]).data)
+                build_for_prediction(model, self._prepare, self.feed.shard(batches[0]).data)
             outputs = [self._run(step, batch) for batch in batches]
             if len(outputs) == 1:
                 return outputs[0]
@@ -204,17 +201,17 @@ class TensorFlowWorldReplicas:
 
         return step if self._model.run_eagerly else _Compiled(step)
 
-    def _settle(self, when: str) -> None:
+    def settle(self, when: str) -> None:
         """Take over what the chief has written since the last step."""
-        with self._feed.calling(when), naming_lost_peers():
+        with self.feed.calling(when), naming_lost_peers():
             share = Shard(None, 0, True, 0)
-            changed = self._feed.agree(share, self._watch.changed(), self._watch.describe)
+            changed = self.feed.agree(share, self._watch.changed(), self._watch.describe)
             self._watch.take_over(changed)
 
     def _run(self, step: Callable[[Any, Any], Any], batch: Any) -> Any:
         """One step of all processes on a global batch, of which this one has its share."""
-        share = self._feed.shard(batch)
-        changed = self._feed.agree(share, self._watch.changed(), self._watch.describe)
+        share = self.feed.shard(batch)
+        changed = self.feed.agree(share, self._watch.changed(), self._watch.describe)
         with naming_lost_peers():
             self._watch.take_over(changed)
             data = keras.tree.map_structure(_to_tensor, share.data)

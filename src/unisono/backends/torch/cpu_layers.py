@@ -1,82 +1,94 @@
-"""Layers for images on torch's CPU kernels, by the ways that are fast there.
+"""Layers of images that compute the same in a cheaper way on CPUs: all that torch replaces.
 
-Keras brings images with channels last to torch's functions by a copy to channels first, and for a
-convolution by another one back. torch computes in either layout, so a view of them will do. Batch
-norm: see torch_batch_norm.
+Keras copies images with channels last to channels first for torch's functions, and the outputs of a
+convolution back; torch computes in either layout, so a view is enough. Batch norm takes torch's own
+kernels, where Keras' formula takes a pass over memory per operation. Only processes that
+`unisono run` starts on CPUs use these: see devices.cpu_layers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import torch
 from keras import layers, ops
 
-from unisono.backends.torch.cpu_batch_norm import are_images, can_normalize, normalize
 from unisono.backends.torch.replica import TorchReplica
+from unisono.devices import Placement
+from unisono.devices.cpu_layers import chosen_cpu_layers
 from unisono.hooks import bind, original, unbind
 
-_Call = Callable[..., Any]
+KNOWN = frozenset({"batch_norm", "conv", "pool"})
+# Statistics are taken over pieces of a batch: the kernels sum up one value after the other, which
+# over many rows would cost digits.
+_PIECE_ROWS = 2048
 
 
-def use_kernels(
-    model: keras.Model,
-    current: Callable[[], TorchReplica | None],
-    *,
-    sync_batch_norm: bool,
-    is_alone: bool = False,
-) -> None:
-    """Have layers compute in these ways while a replica's step runs; `is_alone`: at any time."""
-
-    def may_use() -> bool:
-        return is_alone or current() is not None
-
-    for layer in model._flatten_layers():
-        if _is_as_keras_wrote(layer, layers.BatchNormalization):
-            bind(layer, "call", _norm_call(layer, current, may_use, is_global=sync_batch_norm))
-        elif _is_convolution(layer):
-            bind(layer, "call", _image_call(layer, _convolve, may_use))
-        elif _is_as_keras_wrote(layer, layers.MaxPooling2D):
-            bind(layer, "call", _image_call(layer, _pool, may_use))
+def chosen_layers(placement: Placement) -> "CpuLayers | None":
+    """The replacements that this process uses, if any."""
+    names = chosen_cpu_layers(placement, KNOWN)
+    return CpuLayers(names) if names else None
 
 
-def leave_kernels(model: keras.Model) -> None:
-    """Give layers back to plain Keras."""
-    kinds = (layers.BatchNormalization, layers.Conv2D, layers.MaxPooling2D)
-    for layer in model._flatten_layers():
-        if any(_is_as_keras_wrote(layer, kind) for kind in kinds):
-            unbind(layer, "call")
+class CpuLayers:
+    """Some of the replacements, by name; see replication.Kernels."""
+
+    def __init__(self, names: frozenset[str]) -> None:
+        self._names = names
+
+    def use_kernels(
+        self,
+        model: keras.Model,
+        current: Callable[[], TorchReplica | None],
+        *,
+        sync_batch_norm: bool,
+    ) -> None:
+        for layer in model._flatten_layers():
+            name = _replacement_of(layer)
+            if name not in self._names:
+                continue
+            if name == "batch_norm":
+                bind(layer, "call", _norm_call(layer, current if sync_batch_norm else _alone))
+            else:
+                bind(layer, "call", _image_call(layer, _convolve if name == "conv" else _pool))
+
+    def leave_kernels(self, model: keras.Model) -> None:
+        for layer in model._flatten_layers():
+            if _replacement_of(layer) in self._names:
+                unbind(layer, "call")
 
 
-def _is_as_keras_wrote(layer: Any, kind: Any) -> bool:
-    """Whether a layer's `call` is that of a class of Keras, or of the base that it shares."""
-    return type(layer).call is kind.call
-
-
-def _is_convolution(layer: Any) -> bool:
+def _replacement_of(layer: Any) -> str | None:
+    """The name of what replaces a layer's `call`, if that is the one that Keras wrote."""
+    call = type(layer).call
+    if call is layers.BatchNormalization.call:
+        return "batch_norm"
+    if call is layers.MaxPooling2D.call:  # Of the base class, so of average pooling as well.
+        return "pool"
     own = getattr(type(layer), "convolution_op", None)
-    return _is_as_keras_wrote(layer, layers.Conv2D) and own is layers.Conv2D.convolution_op
+    is_plain = call is layers.Conv2D.call and own is layers.Conv2D.convolution_op
+    return "conv" if is_plain else None
 
 
-def _norm_call(
-    layer: Any,
-    current: Callable[[], TorchReplica | None],
-    may_use: Callable[[], bool],
-    *,
-    is_global: bool,
-) -> _Call:
-    def call(inputs: Any, training: Any = None, mask: Any = None) -> Any:
-        if training and layer.trainable and may_use() and can_normalize(layer, inputs, mask):
-            return normalize(layer, inputs, current() if is_global else None)
-        return original(layer, "call")(inputs, training=training, mask=mask)
-
-    return call
+def _alone() -> None:
+    return None
 
 
-def _image_call(layer: Any, compute: Callable[[Any, torch.Tensor], Any], may_use: Any) -> _Call:
+def _are_images(inputs: Any) -> bool:
+    return (
+        isinstance(inputs, torch.Tensor)
+        and inputs.ndim == 4
+        and inputs.device.type == "cpu"
+        and inputs.is_floating_point()
+    )
+
+
+# -- convolution and pooling ----------------------------------------------------------------------
+
+
+def _image_call(layer: Any, compute: Callable[[Any, torch.Tensor], Any]) -> Callable[[Any], Any]:
     def call(inputs: Any) -> Any:
-        is_last = layer.data_format == "channels_last"
-        if may_use() and is_last and are_images(inputs):
+        if layer.data_format == "channels_last" and _are_images(inputs):
             return compute(layer, inputs)
         return original(layer, "call")(inputs)
 
@@ -84,16 +96,14 @@ def _image_call(layer: Any, compute: Callable[[Any, torch.Tensor], Any], may_use
 
 
 def _convolve(layer: Any, inputs: torch.Tensor) -> Any:
-    outputs = _channels_last(
-        ops.conv(
-            _channels_first(inputs),
-            layer.kernel,
-            strides=list(layer.strides),
-            padding=layer.padding,
-            dilation_rate=layer.dilation_rate,
-            data_format="channels_first",
-        )
-    )
+    outputs = ops.conv(
+        inputs.permute(0, 3, 1, 2),
+        layer.kernel,
+        strides=list(layer.strides),
+        padding=layer.padding,
+        dilation_rate=layer.dilation_rate,
+        data_format="channels_first",
+    ).permute(0, 2, 3, 1)
     if layer.use_bias:
         outputs = outputs.add_(ops.convert_to_tensor(layer.bias))  # Nobody else has seen them.
     return outputs if layer.activation is None else layer.activation(outputs)
@@ -101,19 +111,150 @@ def _convolve(layer: Any, inputs: torch.Tensor) -> Any:
 
 def _pool(layer: Any, inputs: torch.Tensor) -> Any:
     pool = ops.max_pool if layer.pool_mode == "max" else ops.average_pool
-    outputs = pool(
-        _channels_first(inputs),
+    return pool(
+        inputs.permute(0, 3, 1, 2),
         pool_size=layer.pool_size,
         strides=layer.strides,
         padding=layer.padding,
         data_format="channels_first",
+    ).permute(0, 2, 3, 1)
+
+
+# -- batch norm -----------------------------------------------------------------------------------
+
+
+def _norm_call(layer: Any, current: Callable[[], TorchReplica | None]) -> Callable[..., Any]:
+    """`current()`: the replica whose peers' statistics count as well; None for these rows alone."""
+
+    def call(inputs: Any, training: Any = None, mask: Any = None) -> Any:
+        is_plain = _are_images(inputs) and inputs.numel() > 0 and mask is None and not layer.renorm
+        if not (training and layer.trainable and is_plain):
+            return original(layer, "call")(inputs, training=training, mask=mask)
+        dtype = torch.float32  # As in Keras, whatever the type of the inputs.
+        gamma = layer.gamma.value.to(dtype) if layer.scale else None
+        beta = layer.beta.value.to(dtype) if layer.center else None
+        x = inputs.to(dtype).movedim(layer.axis, 1)
+        y, mean, variance = _BatchNorm.apply(x, gamma, beta, layer.epsilon, current())
+        with torch.no_grad():
+            for moving, new in ((layer.moving_mean, mean), (layer.moving_variance, variance)):
+                old = moving.value.to(dtype)
+                moving.assign(old * layer.momentum + new * (1.0 - layer.momentum))
+        return ops.cast(y.movedim(1, layer.axis), layer.compute_dtype)
+
+    return call
+
+
+class _BatchNorm(torch.autograd.Function):
+    """x of shape (rows, channels, height, width); also its mean and variance."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        gamma: torch.Tensor | None,
+        beta: torch.Tensor | None,
+        epsilon: float,
+        replica: TorchReplica | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        count, mean, variance = _merged(torch.stack([_statistics(part) for part in _pieces(x)]))
+        if replica is not None:
+            own = torch.stack([count, mean, variance])
+            count, mean, variance = _merged(torch.stack(replica.group.all_gather(own)))
+        ctx.save_for_backward(x, gamma, beta, mean, variance, count)
+        ctx.epsilon, ctx.replica = epsilon, replica
+        ctx.mark_non_differentiable(mean, variance)
+        return _normalized(x, mean, variance, gamma, beta, epsilon), mean, variance
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[Any, ...]:
+        x, gamma, beta, mean, variance, count = ctx.saved_tensors
+        epsilon, replica, above = ctx.epsilon, ctx.replica, upstream[0]
+        if torch.is_grad_enabled():  # For gradients of gradients.
+            needed = [t for t in (x, gamma, beta) if t is not None and t.requires_grad]
+            y = _by_formula(x, gamma, beta, epsilon, replica)
+            found = iter(torch.autograd.grad(y, needed, above, create_graph=True))
+            parts = [
+                next(found) if t is not None and t.requires_grad else None for t in (x, gamma, beta)
+            ]
+            return (*parts, None, None)
+        if x.is_contiguous(memory_format=torch.channels_last):
+            above = above.contiguous(memory_format=torch.channels_last)
+        pairs = zip(_pieces(x), _pieces(above), strict=True)
+        sums = torch.stack([_gradient_sums(*pair, mean, variance, epsilon) for pair in pairs]).sum(
+            0
+        )
+        of_gamma, of_beta = sums
+        gradient = None
+        if ctx.needs_input_grad[0]:
+            if replica is not None:
+                weight = 1.0 if replica.state.is_weighted else replica.share
+                (total,) = replica.group.all_reduce([sums * weight])
+                sums = total / weight
+            scale = (variance + epsilon).rsqrt() * (1.0 if gamma is None else gamma)
+            by_x, by_one = -scale * sums / count
+            gradient = _normalized(x, mean, variance, by_x, by_one, epsilon)
+            gradient.addcmul_(above, scale[:, None, None])
+        of_gamma, of_beta = None if gamma is None else of_gamma, None if beta is None else of_beta
+        return gradient, of_gamma, of_beta, None, None
+
+
+def _pieces(x: torch.Tensor) -> Iterator[torch.Tensor]:
+    return iter(x.split(max(1, _PIECE_ROWS // (x.shape[2] * x.shape[3]))))
+
+
+def _statistics(x: torch.Tensor) -> torch.Tensor:
+    """Count, mean and variance, each with one entry per channel."""
+    mean, variance = torch.ops.aten.batch_norm_update_stats(x, None, None, 0.0)
+    return torch.stack([torch.full_like(mean, x.numel() // x.shape[1]), mean, variance])
+
+
+def _merged(parts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Count, mean and variance of everything, from those of parts along the first axis."""
+    counts, means, variances = parts[:, 0], parts[:, 1], parts[:, 2]
+    total = counts.sum(0)
+    mean = (counts * means).sum(0) / total
+    variance = (counts * (variances + torch.square(means - mean))).sum(0) / total
+    return total, mean, variance
+
+
+def _normalized(
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    variance: torch.Tensor,
+    gamma: torch.Tensor | None,
+    beta: torch.Tensor | None,
+    epsilon: float,
+) -> torch.Tensor:
+    return torch.native_batch_norm(x, gamma, beta, mean, variance, False, 0.0, epsilon)[0]
+
+
+def _gradient_sums(
+    x: torch.Tensor,
+    above: torch.Tensor,
+    mean: torch.Tensor,
+    variance: torch.Tensor,
+    epsilon: float,
+) -> torch.Tensor:
+    """The gradients of gamma and beta."""
+    wanted = [False, True, True]
+    _, of_gamma, of_beta = torch.ops.aten.native_batch_norm_backward(
+        above, x, torch.ones_like(mean), mean, variance, None, None, False, epsilon, wanted
     )
-    return _channels_last(outputs)
+    return torch.stack([of_gamma, of_beta])
 
 
-def _channels_first(x: torch.Tensor) -> torch.Tensor:
-    return x.permute(0, 3, 1, 2)
-
-
-def _channels_last(x: torch.Tensor) -> torch.Tensor:
-    return x.permute(0, 2, 3, 1)
+def _by_formula(
+    x: torch.Tensor,
+    gamma: torch.Tensor | None,
+    beta: torch.Tensor | None,
+    epsilon: float,
+    replica: TorchReplica | None,
+) -> torch.Tensor:
+    """The same in operations that can be differentiated twice."""
+    variance, mean = torch.var_mean(x, (0, 2, 3), correction=0)
+    if replica is not None:
+        count = torch.full_like(mean, x.numel() // x.shape[1])
+        _, mean, variance = _merged(replica.stack(torch.stack([count, mean, variance])))
+    scale = (variance + epsilon).rsqrt() * (1.0 if gamma is None else gamma)
+    y = (x - mean[:, None, None]) * scale[:, None, None]
+    return y if beta is None else y + beta[:, None, None]

@@ -1,9 +1,9 @@
-"""A user's own training loop under torch: the same program in one process per replica.
+"""A custom training loop on torch: the same program in one process per replica.
 
-A step begins when a distributed data set yields this replica's rows, and ends when the next batch
-is asked for: the loop body of the user lies between them, with or without `strategy.run`. As with
-torch's own data parallel training, a loss counts as the mean of a replica's rows, unless it comes
-from `compute_average_loss`.
+A step begins when a distributed dataset yields this replica's rows and ends when the next batch is
+requested; the user's loop body lies between them, with or without `strategy.run`. As in
+DistributedDataParallel, a loss counts as the mean of a replica's rows, unless it comes from
+`compute_average_loss`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,17 +12,17 @@ from typing import Any
 import keras
 import torch
 
-from unisono.backends.torch import cpu_layers
+from unisono.backends.torch.cpu_layers import chosen_layers
 from unisono.backends.torch.devices import default_device
-from unisono.backends.torch.distributed import world_group
 from unisono.backends.torch.native_optimizers import reduce_in_place
-from unisono.backends.torch.process_group import Group
+from unisono.backends.torch.process_group import Group, world_group
 from unisono.backends.torch.replica import (
     TorchReplica,
-    begin,
     check_equal,
     current_replica,
     own_rows,
+    set_current,
+    stepping,
 )
 from unisono.devices import Placement
 from unisono.errors import StrategyError
@@ -37,7 +37,7 @@ class TorchLoop:
     def __init__(self, placement: Placement) -> None:
         self.num_replicas = placement.num_replicas
         self._is_in_world = placement.num_processes > 1
-        self._replication = LoopReplication(current_replica, check_equal, cpu_layers)
+        self._replication = LoopReplication(current_replica, check_equal, chosen_layers(placement))
         self._seeds: dict[int, Any] = {}
 
     def begin_epoch(self) -> None:
@@ -61,7 +61,7 @@ class TorchLoop:
         is_replicated = num_rows < group.size
         replica = TorchReplica(group, num_rows, is_replicated=is_replicated)
         self._replication.start(replica)
-        begin(replica)
+        set_current(replica)
         rows = slice(None) if is_replicated else own_rows(num_rows, group)
         return keras.tree.map_structure(lambda leaf: leaf[rows], batch)
 
@@ -72,16 +72,13 @@ class TorchLoop:
         group = self._group_or_none()
         if group is None or current_replica() is not None:
             return step(*args, **kwargs)
-        # Not with a batch of a distributed data set: every replica counts alike.
+        # Without a batch of a distributed dataset, every replica has the same weight.
         replica = TorchReplica(group, group.size)
         self._replication.start(replica)
-        begin(replica)
-        try:
+        with stepping(replica):
             result = step(*args, **kwargs)
             self._replication.finish(replica)
             return result
-        finally:
-            begin(None)
 
     def reduce(self, how: str, value: Any, axis: int | None) -> Any:
         def reduce_leaf(leaf: Any) -> Any:
@@ -90,7 +87,7 @@ class TorchLoop:
             own = leaf.detach() if axis is None else leaf.detach().sum(axis)
             group = self._group_or_none()
             if group is not None:
-                own, count = group.add_up([own, count])
+                own, count = group.all_reduce([own, count])
             return own if how == "sum" else own / count
 
         return keras.tree.map_structure(reduce_leaf, value)
@@ -140,15 +137,15 @@ class TorchLoop:
         replica = current_replica()
         if replica is None:
             return value
-        # Its gradient is made that of a mean of rows, as other losses of a loop have it: weights
-        # of gradients then sum to one, and those that were reduced before stay as they are.
+        # Scale its gradient to that of a mean over rows, like the other losses of a loop: weights
+        # of gradients then sum to one, and gradients that were reduced before stay as they are.
         part = _WithGradientOfMean.apply(value * replica.metric_factor, replica.share)
         replica.state.parts_of_sums[id(part)] = part
         return part
 
     def num_parts(self) -> int:
         replica = current_replica()
-        # Where a batch runs whole on each replica, `part_of_sum` divides already.
+        # Where every replica runs the whole batch, `part_of_sum` divides already.
         return 1 if replica is None or replica.metric_factor != 1.0 else self.num_replicas
 
     def _group_or_none(self) -> Group | None:
@@ -156,7 +153,7 @@ class TorchLoop:
             return None
         if not self._is_in_world:
             raise StrategyError(
-                f"Asked to run an own training loop on {self.num_replicas} replicas; on torch it "
+                f"Asked to run a custom training loop on {self.num_replicas} replicas; on torch it "
                 "runs in one process per replica. Start the program with `unisono run --replicas "
                 f"{self.num_replicas}`, or put the loop into a function and start that with "
                 f"unisono.spawn(function, replicas={self.num_replicas})."
@@ -167,7 +164,7 @@ class TorchLoop:
         replica = current_replica()
         if replica is not None:
             self._replication.finish(replica)
-            begin(None)
+            set_current(None)
 
     def _spread_seed(self, state: Any, group: Group) -> None:
         if id(state) not in self._seeds:
@@ -176,7 +173,7 @@ class TorchLoop:
 
 
 class _WithGradientOfMean(torch.autograd.Function):
-    """The same value; its gradient is divided by the share of rows, which weights it later."""
+    """The identity; divides the gradient by the replica's share, which weights it later."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, share: float) -> torch.Tensor:
@@ -200,6 +197,6 @@ def _parameters(what: Any) -> list[torch.Tensor] | None:
 def _check(value: Any) -> None:
     if not isinstance(value, torch.Tensor):
         raise StrategyError(
-            f"Asked to join the replicas' values of a {type(value).__name__}, which is not a "
+            f"Asked to reduce or gather a {type(value).__name__} over replicas, which is not a "
             "tensor. Pass what strategy.run returned."
         )

@@ -1,7 +1,7 @@
-"""torch: a process per replica.
+"""torch: one process per replica.
 
-Alone, a process is the first replica and starts those of the others; in a run of several processes
-each of them is a replica.
+Outside of a run, a process is the first replica and starts a worker process for each of the others;
+in a run of several processes each of them is a replica.
 """
 
 from collections.abc import Sequence
@@ -11,21 +11,18 @@ from typing import Any
 import keras
 import torch
 
-from unisono.backends.torch.collectives import TorchCollectives
-from unisono.backends.torch.cpu_layers import leave_kernels, use_kernels
+from unisono.backends.torch.cpu_layers import chosen_layers
 from unisono.backends.torch.custom_loop import TorchLoop
-from unisono.backends.torch.devices import move_to
-from unisono.backends.torch.distributed import world_group
-from unisono.backends.torch.multi_process import TorchWorldReplicas
-from unisono.backends.torch.placement import CANNOT_LOG, device_scope, locate
-from unisono.backends.torch.trainer import TorchReplicas
+from unisono.backends.torch.devices import device_scope, locate, move_to
+from unisono.backends.torch.process_group import TorchCollectives, world_group
+from unisono.backends.torch.trainer import TorchTrainer
 from unisono.devices import Placement
 from unisono.devices.locations import Location
 from unisono.replication.checksums import names_of, own_checksums
 
 
 class TorchBackend:
-    """Replicas as processes."""
+    """See base.Backend."""
 
     backend = "torch"
 
@@ -35,12 +32,10 @@ class TorchBackend:
     def prepare(self, placement: Placement) -> None:
         """Processes can be started at any time."""
 
-    def adopt(
+    def replicate(
         self, model: keras.Model, placement: Placement, *, sync_batch_norm: bool
-    ) -> "SingleReplica | TorchReplicas | TorchWorldReplicas":
-        if placement.num_replicas == 1:
-            return SingleReplica(model, placement, sync_batch_norm)
-        kind = TorchReplicas if placement.num_processes == 1 else TorchWorldReplicas
+    ) -> "SingleReplica | TorchTrainer":
+        kind = SingleReplica if placement.num_replicas == 1 else TorchTrainer
         return kind(model, placement, sync_batch_norm=sync_batch_norm)
 
     def custom_loop(self, placement: Placement) -> TorchLoop:
@@ -56,24 +51,29 @@ class TorchBackend:
         return locate(values)
 
     def log_placement(self, is_on: bool) -> str | None:
-        return CANNOT_LOG
+        return "torch keeps no record of where each op ran"
 
 
 class SingleReplica:
-    """One replica in this process: plain Keras, on the device that was asked for.
+    """A model on one device: plain Keras, but for layers that `unisono run` replaces on CPUs."""
 
-    Only layers for images compute by cpu_layers' ways, as they do on many replicas.
-    """
+    feed = None
 
-    def __init__(self, model: keras.Model, placement: Placement, sync_batch_norm: bool) -> None:
+    def __init__(self, model: keras.Model, placement: Placement, *, sync_batch_norm: bool) -> None:
         self.placement = placement
         self.sync_batch_norm = sync_batch_norm
         self._model = model
         move_to(model, placement)
-        use_kernels(model, lambda: None, sync_batch_norm=False, is_alone=True)
+        self._layers = chosen_layers(placement)
+        if self._layers is not None:
+            self._layers.use_kernels(model, lambda: None, sync_batch_norm=False)
 
     def release(self) -> None:
-        leave_kernels(self._model)
+        if self._layers is not None:
+            self._layers.leave_kernels(self._model)
+
+    def settle(self, when: str) -> None:
+        """The replica is in this process."""
 
     def variable_names(self) -> list[str]:
         return names_of(self._model)

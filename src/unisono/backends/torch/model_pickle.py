@@ -1,15 +1,18 @@
-"""Carry a model to another process: its structure as a pickle, its values apart.
+"""Send a model to another process: its structure as a pickle, without its values.
 
 Keras' own pickling goes through its file format and fails on classes that are not registered, so
-Keras objects are taken apart by their attributes instead, and cloudpickle brings the classes and
-functions of the user's script along. The values of variables are left out: both sides list them in
-the same order, and they travel as tensors.
+Keras objects are pickled by their attributes instead, and cloudpickle includes the classes and
+functions of the user's script. Values of variables are left out: both sides list the variables in
+the same order, and values are broadcast as tensors. What cannot be pickled is named by the path
+that leads to it: `model.layers[2].augmenter._rng`.
 """
 
+import functools
 import io
 import pickle
 import sys
 import threading
+import types
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,14 +27,12 @@ from keras.src.saving.keras_saveable import KerasSaveable
 from keras.src.utils import tracking
 from keras.src.utils.backend_utils import DynamicBackend
 
-from unisono.backends.torch.attribute_path import path_of
 from unisono.errors import ModelError
 from unisono.keras_internals import torch_device
 from unisono.pickling import reduce_module
 from unisono.replication.introspection import optimizers_of, rename_variables, with_inner
 
-# What a training call leaves on a model and a replica must not get: functions made for this
-# process, and objects that lead to the data.
+# Left on a model by a training call: functions made for this process, and references to the data.
 _LEFT_BEHIND = {
     "train_function",
     "test_function",
@@ -43,10 +44,12 @@ _LEFT_BEHIND = {
     "_eval_epoch_iterator",
     "_unisono",
 }
-_STACK_BYTES = 512 * 2**20  # Reserved, not used up: the system hands out pages as they are touched.
+_STACK_BYTES = 512 * 2**20  # Reserved, not used: the system maps pages as they are touched.
 _NUM_LATEST = 100
-# What lookup layers hold, which look up by TensorFlow on every backend.
+# Of lookup layers, which use TensorFlow on every backend.
 _TABLES = ("StaticHashTable", "MutableHashTable")
+_MOST_OBJECTS = 200_000
+_ATOMS = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType)
 _TRACKED = (tracking.TrackedList, tracking.TrackedDict, tracking.TrackedSet)
 
 
@@ -57,14 +60,15 @@ def pack(model: keras.Model) -> bytes:
     packer = _Packer(buffer, model)
     try:
         _with_deep_stack(lambda: packer.dump(content))
-    except Exception as error:  # Whatever an object raises that is asked to pickle itself.
+    except Exception as error:  # Whatever an object raises that cannot be pickled.
         raise _cannot_send(model, packer, error) from error
     return buffer.getvalue()
 
 
 def _cannot_send(model: keras.Model, packer: "_Packer", error: Exception) -> ModelError:
-    found = path_of(model, reversed(packer.latest), _attributes)
-    where = f"{found[0]} is a {type(found[1]).__name__}: " if found else ""
+    paths = _paths_from(model)
+    found = next((obj for obj in reversed(packer.latest) if id(obj) in paths), None)
+    where = "" if found is None else f"{paths[id(found)]} is a {type(found).__name__}: "
     return ModelError(
         f"The model {model.name!r} cannot be sent to the processes of the other replicas, since "
         f"not all of it can be pickled: {where}{error}. Keep open files, locks, generators and the "
@@ -95,7 +99,7 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc, unused-ignore]
         variables = [*carried_variables(model), *model.metrics_variables]
         self._parameters = {id(v._value): v for v in variables if v._value is not None}
         self.latest: deque[Any] = deque(maxlen=_NUM_LATEST)
-        """The objects that were taken apart last, for an error to name."""
+        """The objects that were pickled last, for an error to name."""
 
     def persistent_id(self, obj: Any) -> Any:
         variable = self._parameters.get(id(obj)) if isinstance(obj, torch.Tensor) else None
@@ -109,17 +113,9 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc, unused-ignore]
             return super().reducer_override(obj)
         if (module := reduce_module(obj)) is not None:
             return module
-        if isinstance(obj, Functional):
-            return (
-                _blank_functional,
-                (type(obj),),
-                dict(_attributes(obj)),
-                None,
-                None,
-                _set_attributes,
-            )
         if isinstance(obj, KerasSaveable):
-            return _blank, (type(obj),), dict(_attributes(obj)), None, None, _set_attributes
+            make = _blank_functional if isinstance(obj, Functional) else _blank
+            return make, (type(obj),), dict(_attributes(obj)), None, None, _set_attributes
         if isinstance(obj, DynamicBackend):
             return DynamicBackend, (obj._backend,)
         if isinstance(obj, _TRACKED):
@@ -146,7 +142,7 @@ class _Unpacker(pickle.Unpickler):
 
 
 def _with_deep_stack(function: Callable[[], Any]) -> None:
-    """Run a function that descends from layer to layer, however many there are."""
+    """Run a function that recurses from layer to layer, however many there are."""
     errors = []
 
     def run() -> None:
@@ -176,14 +172,14 @@ def _attributes(obj: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _blank(cls: type) -> Any:
-    # Neither __init__ nor a class's own __new__: both may want arguments.
+    # Neither __init__ nor a class's own __new__: both may need arguments.
     base: Any = next((kind for kind in (list, dict, set) if issubclass(cls, kind)), object)
     return base.__new__(cls)
 
 
 def _blank_functional(cls: type) -> Any:
-    # Keras makes a user's class a functional one when it is called with inputs and outputs, which
-    # a class that was imported here has never been.
+    # Keras makes a user's class functional when it is called with inputs and outputs, which has
+    # not happened in this process.
     if not issubclass(cls, Functional):
         inject_functional_model_class(cls)
     return _blank(cls)
@@ -196,7 +192,7 @@ def _set_attributes(obj: Any, attributes: dict[str, Any]) -> None:
 def _set_tracked(obj: Any, content: tuple[dict[str, Any], list[Any]]) -> None:
     attributes, items = content
     vars(obj).update(attributes)
-    # Not through the object's own methods: they would report each item to the tracker again.
+    # Not by the object's own methods, which would report each item to the tracker again.
     if isinstance(obj, list):
         list.extend(obj, items)
     elif isinstance(obj, dict):
@@ -231,7 +227,7 @@ def _table(kind: str, key_dtype: str, value_dtype: str, keys: Any, values: Any, 
 
 
 def _renumber(model: keras.Model) -> None:
-    """Optimizers know variables by id, which is another one in this process."""
+    """Optimizers key variables by id, which differs in this process."""
     for optimizer in with_inner(optimizers_of(model)):
         ids = [optimizer._var_key(variable) for variable in optimizer._trainable_variables]
         places = optimizer._trainable_variables_indices
@@ -252,3 +248,55 @@ def _apply(settings: dict[str, Any]) -> None:
     keras.config.set_epsilon(settings["epsilon"])
     keras.config.set_image_data_format(settings["image_data_format"])
     keras.config.set_dtype_policy(settings["dtype_policy"])
+
+
+# -- the path to an object ------------------------------------------------------------------------
+
+
+def _paths_from(model: keras.Model) -> dict[int, str]:
+    """The shortest path to each object that a model leads to, by the object's id."""
+    paths = {id(model): "model"}
+    # First by the names that a user knows, then by those of Keras.
+    ahead: deque[Any] = deque([model])
+    for index, layer in enumerate(model.layers):
+        paths[id(layer)] = f"model.layers[{index}]"
+        ahead.append(layer)
+    while ahead and len(paths) < _MOST_OBJECTS:
+        obj = ahead.popleft()
+        for step, value in _steps(obj):
+            if isinstance(value, _ATOMS) or id(value) in paths:
+                continue
+            paths[id(value)] = paths[id(obj)] + step
+            ahead.append(value)
+    return paths
+
+
+def _steps(obj: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(obj, types.MethodType):
+        yield ".__self__", obj.__self__
+        obj = obj.__func__
+    if isinstance(obj, types.FunctionType):
+        for name, value in _captured(obj):
+            yield f" (its variable {name!r})", value
+    elif isinstance(obj, functools.partial):
+        yield ".func", obj.func
+        yield ".args", obj.args
+        yield ".keywords", obj.keywords
+    elif isinstance(obj, dict):
+        yield from ((f"[{key!r}]", value) for key, value in obj.items())
+    elif isinstance(obj, (list, tuple, set, frozenset)):
+        yield from ((f"[{index}]", value) for index, value in enumerate(obj))
+    if hasattr(obj, "__dict__"):
+        yield from ((f".{name}", value) for name, value in _attributes(obj))
+
+
+def _captured(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """What a function refers to when it is pickled by value."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:
+            continue  # Not assigned yet.
+    for name in function.__code__.co_names:
+        if name in function.__globals__:
+            yield name, function.__globals__[name]

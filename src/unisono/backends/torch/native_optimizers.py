@@ -1,9 +1,9 @@
-"""Optimizers of `torch.optim` on replicas: their gradients are reduced before they step.
+"""Optimizers of `torch.optim` on replicas: their gradients are all-reduced before they step.
 
-torch runs our hook before the `step` of any optimizer. A GradScaler looks for overflows before it
-steps, and may not step at all, so its gradients are reduced before it looks: otherwise one process
-could step while another does not. All weights of a reduction sum to one, so that gradients which
-somebody has reduced already (Horovod, DistributedDataParallel) come out as they were.
+torch calls a hook of ours before the `step` of any optimizer. A GradScaler checks for overflows
+before it steps and may skip the step, so gradients are reduced before that check: otherwise one
+process could step while another does not. The weights of a reduction sum to one, so gradients that
+were reduced before (by Horovod or DistributedDataParallel) stay as they are.
 """
 
 import gc
@@ -16,7 +16,7 @@ import keras
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from unisono.backends.torch.distributed import world_group
+from unisono.backends.torch.process_group import world_group
 from unisono.backends.torch.replica import TorchReplica, check_equal, current_replica
 from unisono.errors import DisagreementError, StrategyError
 from unisono.launch.client import World
@@ -34,7 +34,7 @@ _for_good = ExitStack()
 def hooked(world: World | None = None) -> Iterator[None]:
     """Reduce the gradients of torch's own optimizers inside the scope, while a step runs.
 
-    In a `world`, also outside of steps: there every process counts alike.
+    In a process of a run (`world`) also outside of steps, with the same weight for every process.
     """
     global _is_hooked
     if _is_hooked:
@@ -56,7 +56,7 @@ def hooked(world: World | None = None) -> Iterator[None]:
 
 
 def hook_for_good(world: World) -> None:
-    """As long as this process lives, which belongs to a run."""
+    """Do so in this process of a run until it ends."""
     _for_good.enter_context(hooked(world))
 
 
@@ -65,7 +65,7 @@ def reduce_in_place(
 ) -> None:
     """Make the `.grad` of parameters that of the global batch."""
     parameters = list(parameters)
-    # Not by `is_weighted`: where a batch runs whole on each replica, its sums are still to be.
+    # Not `is_weighted`: where every replica runs the whole batch, sums are not weighted yet.
     is_weighted = replica.state.adds_up or bool(replica.state.weighted_optimizers)
     weight = 1.0 if is_weighted else gradient_weight(replica, optimizer)
     own = [parameter.grad for parameter in parameters]
@@ -78,9 +78,9 @@ def reduce_in_place(
 
 
 def native_state(model: Any) -> list[tuple[str, Any]]:
-    """What optimizers of torch's own keep of a model's parameters, with a name for each tensor.
+    """The state that torch's own optimizers keep for a model's parameters, with names, sorted.
 
-    There is no register of optimizers; those of a collected search have no order, so they get one.
+    There is no registry of optimizers, so all objects of the process are searched.
     """
     variables = {id(variable.value): variable for variable in model.variables}
     found = []
@@ -107,7 +107,7 @@ def _before_step(world: World | None, optimizer: Any, args: Any, kwargs: Any) ->
     state.has_trained = True
     state.trained.update(map(id, parameters))
     if closure is not None:
-        # Evaluated as often as the optimizer likes, by what it returns: LBFGS searches so.
+        # LBFGS calls it several times per step, depending on what it returns.
         def global_closure() -> Any:
             loss = closure()
             if not state.are_gradients_reduced:
@@ -124,7 +124,7 @@ def _before_step(world: World | None, optimizer: Any, args: Any, kwargs: Any) ->
 
 
 def _try_step(replica: TorchReplica, optimizer: Any, *, has_closure: bool) -> None:
-    """Note the gradients of a step that is only tried, and leave none for it to apply."""
+    """Record the gradients of a step that is only tried, and leave none for it to apply."""
     if has_closure:
         raise StrategyError("A step of an optimizer with a closure cannot be tried.")
     assert replica.state.trial is not None
@@ -137,7 +137,7 @@ def _try_step(replica: TorchReplica, optimizer: Any, *, has_closure: bool) -> No
 
 
 def _reducing_first(plain: Callable[..., Any], world: World | None) -> Callable[..., Any]:
-    """A method of GradScaler that reduces the gradients of its optimizer before all else."""
+    """A method of GradScaler that first reduces the gradients of its optimizer."""
 
     def method(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         replica = _replica(world) if scaler.is_enabled() else None
@@ -161,7 +161,7 @@ def _reducing_first(plain: Callable[..., Any], world: World | None) -> Callable[
 
 
 def _replica(world: World | None) -> TorchReplica | None:
-    """The one whose step runs; outside of steps, one that counts as much as any other."""
+    """The one whose step runs; outside of steps, one with the same weight as any other."""
     replica = current_replica()
     if replica is None and world is not None and world.is_ours and not is_alone():
         group = world_group()
@@ -170,7 +170,7 @@ def _replica(world: World | None) -> TorchReplica | None:
 
 
 def _reduced_parameters(optimizer: Any, replica: TorchReplica, world: World | None) -> list[Any]:
-    """An optimizer's parameters that replicas hold alike: all but a user's loose tensors."""
+    """An optimizer's parameters that all replicas hold: all but tensors outside of models."""
     every = _all_parameters(optimizer)
     is_in_step = current_replica() is not None
     key = (is_in_step, *map(id, every))
@@ -186,7 +186,7 @@ def _reduced_parameters(optimizer: Any, replica: TorchReplica, world: World | No
 
 
 def _agree(world: World, parameters: list[Any]) -> None:
-    """A process that steps alone says so, before it waits for the others."""
+    """Raise DisagreementError where processes step different optimizers, before a collective."""
     own = [f"{tuple(parameter.shape)} {parameter.dtype}" for parameter in parameters]
     every = world.all_gather("first step of an optimizer of torch", own)
     for rank, other in enumerate(every):
@@ -210,7 +210,7 @@ def _of_keras() -> set[int]:
 
 def _of_modules() -> set[int]:
     found = [o for o in gc.get_objects() if issubclass(type(o), torch.nn.Module)]
-    return {id(p) for module in found for p in module._parameters.values()}
+    return {id(p) for module in found for p in module.parameters(recurse=False)}
 
 
 def _mean(replica: TorchReplica, loss: Any) -> Any:

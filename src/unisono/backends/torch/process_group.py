@@ -1,35 +1,50 @@
-"""Collectives between the processes of torch replicas: NCCL on GPUs, gloo on CPUs.
+"""Process groups of torch replicas and their collectives: NCCL on GPUs, gloo on CPUs.
 
-The group is our own object, not torch.distributed's default one: that stays free for the user, and
-Keras 3.16, which averages gradients by itself once the default group exists, leaves ours alone.
-Sockets are bound to one address: loopback, unless the processes are on several nodes.
+A group is an object of ours, not torch.distributed's default group: that stays free for the user,
+and Keras 3.16, which averages gradients once the default group exists, leaves ours alone. Sockets
+bind to one address: loopback, unless the processes are on several nodes. Only torch is imported
+here: a process joins its run while its import of Keras is still under way.
 """
 
 import datetime
 import functools
 import math
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from unisono.devices.gloo_threads import patient_threads
-from unisono.errors import PeerLostError
+from unisono.errors import PeerLostError, StrategyError
+from unisono.launch.client import World, current_world
+from unisono.launch.network import interface_of
+from unisono.launch.source_filter import OnlyFrom, source_addresses
 
-TIMEOUT = datetime.timedelta(minutes=10)
-LOOPBACK = "127.0.0.1"
+_TIMEOUT = datetime.timedelta(minutes=10)
+_LOOPBACK = "127.0.0.1"
 _SMALL_BYTES = 1 << 18
-_COMBINE: dict[Any, Callable[..., torch.Tensor]] = {
-    dist.ReduceOp.SUM: torch.add,
-    dist.ReduceOp.MIN: torch.minimum,
-    dist.ReduceOp.MAX: torch.maximum,
-    dist.ReduceOp.PRODUCT: torch.mul,
+_NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
+_OPS: dict[str, tuple[Any, Callable[..., torch.Tensor]]] = {
+    "sum": (dist.ReduceOp.SUM, torch.add),
+    "min": (dist.ReduceOp.MIN, torch.minimum),
+    "max": (dist.ReduceOp.MAX, torch.maximum),
+    "product": (dist.ReduceOp.PRODUCT, torch.mul),
 }
+# A sum of booleans is whether any is true, a product whether all are.
+_OPS_OF_BOOLEANS = {"sum": "max", "min": "min", "max": "max", "product": "min"}
+# Types that gloo cannot compute with, and one that holds all their values.
+_WIDER = {
+    torch.bool: torch.uint8,
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+}
+_groups: dict[tuple[int, ...], "Group"] = {}
 
 
 class Group:
-    """Some processes that compute together, each of a rank."""
+    """Processes that compute together, each with a rank."""
 
     def __init__(
         self,
@@ -38,7 +53,7 @@ class Group:
         size: int,
         device: torch.device,
         *,
-        host: str = LOOPBACK,
+        host: str = _LOOPBACK,
     ) -> None:
         """`host`: the address at which the others reach this process."""
         self.rank = rank
@@ -48,22 +63,17 @@ class Group:
         self._group: Any
         try:
             if device.type == "cuda":
-                self._group = dist.ProcessGroupNCCL(store, rank, size, TIMEOUT)
+                self._group = dist.ProcessGroupNCCL(store, rank, size, _TIMEOUT)
             else:
                 options = dist.ProcessGroupGloo._Options()
-                options._timeout = TIMEOUT
-                with patient_threads():
-                    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+                options._timeout = _TIMEOUT
+                options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
                 self._group = dist.ProcessGroupGloo(store, rank, size, options)
         except RuntimeError as error:
             raise PeerLostError(f"The processes did not find each other: {error}") from error
 
-    def add_up(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Sums over all replicas, one collective per data type."""
-        return self.all_reduce(tensors, dist.ReduceOp.SUM)
-
-    def all_reduce(self, tensors: Sequence[torch.Tensor], op: Any) -> list[torch.Tensor]:
-        """The tensors of all replicas made one, a collective per data type."""
+    def all_reduce(self, tensors: Sequence[torch.Tensor], op: str = "sum") -> list[torch.Tensor]:
+        """Reduce each tensor over the replicas by one of `_OPS`; a collective per data type."""
         results: list[Any] = [None] * len(tensors)
         by_type: dict[torch.dtype, list[int]] = {}
         for i, tensor in enumerate(tensors):
@@ -80,7 +90,7 @@ class Group:
         own = tensor.detach().contiguous()
         if not own.numel():
             return [own.clone() for _ in range(self.size)]
-        # As bytes: gloo has no gather for booleans and some small types.
+        # As bytes: gloo cannot gather booleans and some small types.
         data = own.reshape(-1).view(torch.uint8)
         if self._is_small(data):
             parts = list(self._exchange(data))
@@ -95,7 +105,7 @@ class Group:
         return torch.cat(self.gather_rows(rows, self.gather_sizes(len(rows)))).movedim(0, axis)
 
     def gather_sizes(self, size: int) -> list[int]:
-        """The number of every replica."""
+        """A number of every replica."""
         return [int(n) for n in self.all_gather(torch.tensor([size], device=self.device))]
 
     def gather_rows(self, tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
@@ -108,14 +118,14 @@ class Group:
         return [part[:size] for part, size in zip(parts, sizes, strict=True)]
 
     def broadcast(self, tensors: Sequence[torch.Tensor], root: int = 0) -> None:
-        """Overwrite tensors with those of one replica, the first unless told."""
+        """Overwrite tensors with those of one replica."""
         with torch.no_grad():
             for tensor in tensors:
-                whole = tensor.detach().contiguous()
-                data = whole.reshape(-1).view(torch.uint8)
+                dense = tensor.detach().contiguous()
+                data = dense.reshape(-1).view(torch.uint8)
                 self._wait(lambda data=data: self._group.broadcast(data, root))  # type: ignore[misc]
-                if self.rank != root and whole.data_ptr() != tensor.data_ptr():
-                    tensor.copy_(whole)
+                if self.rank != root and dense.data_ptr() != tensor.data_ptr():
+                    tensor.copy_(dense)
 
     def exchange_rows(
         self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]
@@ -130,17 +140,17 @@ class Group:
         return result
 
     def barrier(self) -> None:
-        """Return when every replica has come here."""
-        # Not the group's own: NCCL's guesses the device, and does not hold up the program.
+        """Return when every replica has reached this call."""
+        # Not the group's own: NCCL's guesses the device, and does not block the program.
         self.gather_sizes(0)
 
-    def _reduce_flat(self, flat: torch.Tensor, op: Any) -> torch.Tensor:
+    def _reduce_flat(self, flat: torch.Tensor, op: str) -> torch.Tensor:
+        options = dist.AllreduceOptions()
+        options.reduceOp, combine = _OPS[op]
         if self._is_small(flat):
             first, *others = self._exchange(flat.view(torch.uint8)).view(flat.dtype)
-            # One after the other, so that every kind of processor comes to the same bits.
-            return functools.reduce(_COMBINE[op], others, first)
-        options = dist.AllreduceOptions()
-        options.reduceOp = op
+            # In rank order, so that every replica gets the same bits.
+            return functools.reduce(combine, others, first)
         self._wait(lambda: self._group.allreduce([flat], options))
         return flat
 
@@ -148,7 +158,7 @@ class Group:
         return bool(self.device.type == "cpu" and self.size * data.nbytes <= _SMALL_BYTES)
 
     def _exchange(self, data: torch.Tensor) -> torch.Tensor:
-        """Everyone's bytes, in one round of messages; gloo's own ways take several rounds."""
+        """All replicas' bytes, in one round of messages; gloo's own all-gather takes several."""
         every = data.new_empty(self.size * data.numel())
         self._wait(lambda: self._group.alltoall_base(every, data.repeat(self.size), [], []))
         return every.view(self.size, -1)
@@ -160,3 +170,157 @@ class Group:
             raise PeerLostError(
                 f"Another process of the group is gone, or does not answer: {error}"
             ) from error
+
+
+class TorchCollectives:
+    """Eager collectives; see base.Collectives.
+
+    Shapes and types must agree between processes, which the caller checks. Tensors on any device
+    are copied to the group's device, and the results back to theirs.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self.rank = group.rank
+        self.size = group.size
+
+    def all_reduce(self, tensors: Sequence[torch.Tensor], op: str) -> list[torch.Tensor]:
+        results: dict[int, torch.Tensor] = {}
+        by_op: dict[str, list[int]] = {}
+        for i, tensor in enumerate(tensors):
+            is_boolean = tensor.dtype == torch.bool
+            by_op.setdefault(_OPS_OF_BOOLEANS[op] if is_boolean else op, []).append(i)
+        for name, places in by_op.items():
+            wide = [self._to_group(tensors[i]) for i in places]
+            wide = [tensor.to(_WIDER.get(tensor.dtype, tensor.dtype)) for tensor in wide]
+            for i, total in zip(places, self._group.all_reduce(wide, name), strict=True):
+                results[i] = total.to(tensors[i])
+        return [results[i] for i in range(len(tensors))]
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        own = self._to_group(tensor)
+        if own.ndim == 0:
+            return [part.to(tensor.device) for part in self._group.all_gather(own)]
+        sizes = self._group.gather_sizes(len(own))
+        return [part.to(tensor.device) for part in self._group.gather_rows(own, sizes)]
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], root: int) -> list[torch.Tensor]:
+        copies = [
+            self._to_group(tensor).clone(memory_format=torch.contiguous_format)
+            for tensor in tensors
+        ]
+        self._group.broadcast(copies, root)
+        return [copy.to(tensor.device) for copy, tensor in zip(copies, tensors, strict=True)]
+
+    def reduce_scatter(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
+        # gloo's own needs equal numbers of rows.
+        (total,) = self.all_reduce([tensor], op)
+        each, more = divmod(len(total), self.size)
+        start = self.rank * each + min(self.rank, more)
+        return total[start : start + each + (self.rank < more)]
+
+    def all_to_all(
+        self, tensor: torch.Tensor, splits: Sequence[int]
+    ) -> tuple[torch.Tensor, list[int]]:
+        own = self._to_group(tensor)
+        every = self._group.all_gather(torch.tensor(list(splits), device=own.device))
+        received = [int(sent[self.rank]) for sent in every]
+        rows = self._group.exchange_rows(own, splits, received)
+        return rows.to(tensor.device), received
+
+    def barrier(self) -> None:
+        self._group.barrier()
+
+    def _to_group(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to(self._group.device)
+
+
+# -- the processes of a run -----------------------------------------------------------------------
+
+
+def join(world: World) -> None:
+    """Prepare this process for collectives with the others."""
+    # NCCL would choose an interface by itself; gloo is given the address.
+    if _NCCL_INTERFACE not in os.environ and (interface := interface_of(world.host)):
+        os.environ[_NCCL_INTERFACE] = f"={interface}"
+
+
+def world_group(ranks: Sequence[int] | None = None) -> Group:
+    """The group of all processes of the run, or of some; each of these must call this."""
+    world = current_world()
+    if world is None:
+        raise StrategyError(
+            "Asked for collectives between processes, but this one runs alone. Start several with "
+            "`unisono run --replicas N script.py`, or with unisono.spawn."
+        )
+    members = tuple(range(world.size)) if ranks is None else tuple(sorted(set(ranks)))
+    if members not in _groups:
+        _check_members(members, world)
+        _groups[members] = _make_group(members, world)
+    return _groups[members]
+
+
+def _make_group(members: tuple[int, ...], world: World) -> Group:
+    from unisono.backends.torch.devices import default_device
+
+    name = "torch/" + ",".join(map(str, members))
+    # An error here names the missing process; torch would wait for minutes and not name it.
+    topic = f"collectives of ranks {', '.join(map(str, members))}"
+    hosts = world.all_gather(topic, world.host, members)
+    sources = source_addresses(world, hosts, members)
+    store = RendezvousStore(world, name)
+    rank = members.index(world.rank)
+    with OnlyFrom(sources, host=world.host):
+        return Group(store, rank, len(members), default_device(), host=world.host)
+
+
+def _check_members(members: tuple[int, ...], world: World) -> None:
+    unknown = [rank for rank in members if not 0 <= rank < world.size]
+    if unknown:
+        raise StrategyError(
+            f"Asked for collectives with ranks {unknown}; the ranks of this run are 0 to "
+            f"{world.size - 1}. Choose among those."
+        )
+    if world.rank not in members:
+        raise StrategyError(
+            f"Asked for collectives of ranks {list(members)} in rank {world.rank}, which is none "
+            "of them. Ask for them in those processes only."
+        )
+
+
+class RendezvousStore(dist.Store):
+    """The store of process groups, kept by the run's rendezvous server.
+
+    torch's TCPStore listens on every address and authenticates nobody; the rendezvous server is
+    bound to one address and checks the run's secret.
+    """
+
+    def __init__(self, world: World, prefix: str) -> None:
+        super().__init__()
+        self._world = world
+        self._prefix = prefix
+
+    def set(self, key: str, value: bytes | str) -> None:
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        self._world.put(self._name(key), data)
+
+    def get(self, key: str) -> bytes:
+        return self._world.get(self._name(key))
+
+    def add(self, key: str, amount: int) -> int:
+        return self._world.add(self._name(key), amount)
+
+    def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:  # type: ignore[override, unused-ignore]
+        limit = () if timeout is None else (timeout.total_seconds(),)
+        for key in keys:
+            self._world.get(self._name(key), *limit)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        try:
+            self.wait(keys, datetime.timedelta(0))
+        except TimeoutError:
+            return False
+        return True
+
+    def _name(self, key: str) -> str:
+        return f"{self._prefix}/{key}"

@@ -1,7 +1,12 @@
-"""One torch replica in the middle of a step, in whichever process it runs."""
+"""One torch replica in the middle of a step, in whichever process it runs.
+
+Every process holds one replica, so the current one is a variable of this module. A `TorchReplica`
+lives as long as its step; see replication.step.Replica for what the hooks on a model use it for.
+"""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -10,8 +15,6 @@ import torch
 from unisono.backends.torch.process_group import Group
 from unisono.data.shards import shard_bounds, share_sizes
 from unisono.errors import StrategyError
-from unisono.hooks import original
-from unisono.replication.replication import Replication
 from unisono.replication.step import StepState, not_reduced_error
 
 _current: "TorchReplica | None" = None
@@ -19,27 +22,27 @@ _checked: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class TorchReplica:
-    """One replica in the middle of a step; see step.Replica."""
+    """One replica in the middle of a step; see replication.step.Replica."""
 
     may_be_empty = False
 
     def __init__(self, group: Group, num_rows: int, *, is_replicated: bool = False) -> None:
-        """`is_replicated`: a batch smaller than the replicas, which runs whole on each."""
+        """`num_rows`: of the global batch. `is_replicated`: every replica runs all of its rows."""
         self.state = StepState()
         self.group = group
         self.num_rows = num_rows
-        self._is_whole = is_replicated
+        self._is_replicated = is_replicated
         self._sizes = share_sizes(num_rows, group.size)
         self.share = 1.0 / group.size if is_replicated else self._sizes[group.rank] / num_rows
         self.metric_factor = 1.0 / group.size if is_replicated else 1.0
         self.sum_scale = 1.0 if is_replicated else 1.0 / self.share
 
     def gather_rows(self, x: torch.Tensor) -> torch.Tensor:
-        if self._is_whole or len(x) != self._sizes[self.group.rank]:
-            return x  # Not one row a sample, so there is nothing to put in order.
-        parts = self.group.gather_rows(x, self._sizes)
-        parts[self.group.rank] = x  # The one part that gradients flow into.
-        return torch.cat(parts)
+        if self._is_replicated or len(x) != self._sizes[self.group.rank]:
+            return x  # Without one row per sample there is nothing to gather.
+        shards = self.group.gather_rows(x, self._sizes)
+        shards[self.group.rank] = x  # The one shard that gradients flow into.
+        return torch.cat(shards)
 
     def follow_changes(self, own: Any, gathered: Any) -> None:
         # Keras multiplies weights by a mask in place, and weighted metrics read them afterwards.
@@ -49,7 +52,7 @@ class TorchReplica:
                 mine.copy_(every[start : start + len(mine)])
 
     def with_global_gradient(self, loss: torch.Tensor) -> torch.Tensor:
-        if self._is_whole:
+        if self._is_replicated:
             return loss  # Nothing was gathered: every replica has the gradient of all rows.
         scaled = loss / self.share
         return scaled + (loss - scaled).detach()
@@ -59,7 +62,7 @@ class TorchReplica:
         return stacked
 
     def all_reduce(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return self.group.add_up(tensors)
+        return self.group.all_reduce(tensors)
 
     def reduce_gradients(
         self,
@@ -76,22 +79,22 @@ class TorchReplica:
         if weight != 1.0:
             own = [gradient * weight for gradient in own]
         flags = torch.tensor(is_missing, dtype=torch.float32, device=self.group.device)
-        *totals, num_missing = self.group.add_up([*own, flags])
+        *sums, num_missing = self.group.all_reduce([*own, flags])
         # Optimizers of sparse gradients take no others.
-        totals = [
+        sums = [
             total if gradient is None or not gradient.is_sparse else total.to_sparse(1)
-            for total, gradient in zip(totals, gradients, strict=True)
+            for total, gradient in zip(sums, gradients, strict=True)
         ]
         if not any(is_missing):
-            return totals
+            return sums
         return [
             None if n == self.group.size else total
-            for total, n in zip(totals, num_missing.tolist(), strict=True)
+            for total, n in zip(sums, num_missing.tolist(), strict=True)
         ]
 
     def check_reduced(self, optimizer: Any, gradients: Sequence[torch.Tensor | None]) -> None:
         if optimizer in _checked:
-            return  # Once: the answer has to come to the host.
+            return  # Only once, since it copies the result to the host.
         _checked.add(optimizer)
         own = [0.0 if g is None else g.detach().abs().sum().item() for g in gradients]
         every = self.group.all_gather(
@@ -107,39 +110,50 @@ def current_replica() -> TorchReplica | None:
     return _current
 
 
-def begin(replica: TorchReplica | None) -> None:
+def set_current(replica: TorchReplica | None) -> None:
     """Make a replica the current one of this process; None when its step has ended."""
     global _current
     _current = replica
 
 
-def run_step(
-    model: keras.Model, replication: Replication, name: str, data: Any, replica: TorchReplica
-) -> Any:
-    """One replica's part of a step: the logs, or the predictions for all rows."""
-    begin(replica)
+@contextmanager
+def stepping(replica: TorchReplica) -> Iterator[None]:
+    """Make a replica the current one inside the scope."""
+    set_current(replica)
     try:
-        if name != "predict_step":
-            return replication.run(name, data)
-        outputs = original(model, name)(data)
-        return keras.tree.map_structure(replica.gather_rows, outputs)
+        yield
     finally:
-        begin(None)
+        set_current(None)
 
 
 def check_equal(replica: TorchReplica, variables: Sequence[Any]) -> None:
-    """Replicas must begin with the same weights; nothing else would make them agree later."""
+    """Raise StrategyError if variables differ: replicas that start apart would stay apart."""
     if not variables:
         return
-    # As bits: what is not a number must not look different from itself.
+    # As bits, so that NaN equals itself.
     sums = torch.stack([_value(variable).detach().double().sum() for variable in variables])
-    sums = sums.view(torch.int64)
-    every = replica.group.all_gather(sums)
+    every = replica.group.all_gather(sums.view(torch.int64))
     if not all(torch.equal(every[0], other) for other in every[1:]):
         raise StrategyError(
             "The replicas begin with different weights. Make the model from the same seed on each "
             "(keras.utils.set_random_seed), or load the same file."
         )
+
+
+def own_rows(num_rows: int, group: Group) -> slice:
+    """The rows of a global batch that belong to this replica."""
+    return slice(*shard_bounds(num_rows, group.size, group.rank))
+
+
+def count_rows(data: Any) -> int:
+    """The rows of a batch, by the first of its tensors that has any dimension."""
+    leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None and leaf.ndim]
+    return len(leaves[0]) if leaves else 0
+
+
+def has_rows(leaf: torch.Tensor | None, num_rows: int) -> bool:
+    """Whether a tensor of a batch has one row per sample, so that replicas split it."""
+    return leaf is not None and leaf.ndim > 0 and len(leaf) == num_rows
 
 
 def _value(variable: Any) -> torch.Tensor:
@@ -157,11 +171,6 @@ class _Stack(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor, None]:
         replica = ctx.replica
-        share = 1.0 if replica.state.is_weighted else replica.share
-        (total,) = replica.group.add_up([upstream[0] * share])
-        return total[replica.group.rank] / share, None
-
-
-def own_rows(num_rows: int, group: Group) -> slice:
-    """The rows of a global batch that belong to this replica."""
-    return slice(*shard_bounds(num_rows, group.size, group.rank))
+        weight = 1.0 if replica.state.is_weighted else replica.share
+        (total,) = replica.group.all_reduce([upstream[0] * weight])
+        return total[replica.group.rank] / weight, None

@@ -1,192 +1,254 @@
-"""A model on several torch replicas of this machine: a copy in a process for each but the first.
+"""A model that trains on several torch replicas, of which this process is one.
 
-The caller runs Keras' own `fit` and alone iterates the data and runs callbacks. At each step it
-writes the other replicas' rows into shared memory, tells them what to do, and does its own rows;
-all of them meet in the collectives of the step. The caller's values are the truth: what it changed
-since the last step (a callback, a batch too small to split) is sent before the next one.
+Keras' own `fit` runs in this process. Each step takes this replica's rows, brings the replicas to
+the same values, and runs the class's own step, whose collectives are in the hooks on the model.
+Where rows and changed values come from is up to the peers: worker processes that this process feeds
+(worker_pool.WorkerPeers), or the other processes of a run (RunPeers), each of which runs `fit`.
 """
 
-import itertools
-import weakref
-from collections.abc import Callable
-from typing import Any
+import dataclasses
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
 
 import keras
 import torch
 
-from unisono.backends.torch import cpu_layers
-from unisono.backends.torch.change_tracker import Versions
-from unisono.backends.torch.devices import as_tensor, move_to
-from unisono.backends.torch.loss_check import learn_kinds
-from unisono.backends.torch.model_pickle import carried_variables, pack
-from unisono.backends.torch.native_optimizers import hooked
-from unisono.backends.torch.placement import adopted
-from unisono.backends.torch.process_group import Group
-from unisono.backends.torch.replica import TorchReplica, current_replica, own_rows, run_step
-from unisono.backends.torch.worker_pool import Team, is_split, threads_per_replica
+from unisono.backends.torch.cpu_layers import chosen_layers
+from unisono.backends.torch.devices import as_tensor, generators, move_to, replicated
+from unisono.backends.torch.model_copy import ModelCopy
+from unisono.backends.torch.model_pickle import carried_variables
+from unisono.backends.torch.process_group import Group, world_group
+from unisono.backends.torch.replica import TorchReplica, check_equal
+from unisono.backends.torch.worker_pool import WorkerPeers
+from unisono.data.arrays import unshared
+from unisono.data.feed import Feed, Shard
 from unisono.devices import Placement
 from unisono.hooks import bind, original, unbind
 from unisono.keras_internals import forget_torch_functions
-from unisono.launch.workers import Workers
+from unisono.launch.client import current_world
 from unisono.replication.checksums import names_of, own_checksums
-from unisono.replication.introspection import optimizers_of
-from unisono.replication.replication import Replication
+from unisono.replication.introspection import leaf_metrics, optimizers_of
+from unisono.replication.loss_kinds import LossKinds
+from unisono.replication.step import SEED_STRIDE
 
 _STEPS = ("train_step", "test_step", "predict_step")
-_CALLS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
-_numbers = itertools.count()
+# Large and odd, so that the streams of one replica's steps do not run into another's.
+_STEP_STRIDE = 0x1E3779B97F4A7C15
+_NO_ROWS = Shard(None, 0, True, 0)
 
 
-class TorchReplicas:
-    """A model in the calling process, with a copy in the process of every other replica."""
+class Peers(Protocol):
+    """The other replicas of a model, as its trainer uses them."""
+
+    @property
+    def feed(self) -> Feed | None:
+        """Splits the data of a process of a run; None where all data is in this process."""
+
+    def shard(self, data: Any) -> Shard:
+        """A batch as tensors: this process' rows, or all of them where this process splits it."""
+
+    def can_join(self, shard: Shard) -> bool:
+        """Whether the replicas run a step on these rows together; otherwise this one does alone."""
+
+    def agree_on_kinds(self, name: str, kinds: LossKinds) -> LossKinds:
+        """The kinds of a step's losses that all replicas use, from what this one has found."""
+
+    def step(self, name: str, shard: Shard) -> AbstractContextManager[tuple[Any, TorchReplica]]:
+        """A step that all replicas run with the same values; gives this replica's rows."""
+
+    def settle(self, when: str) -> None:
+        """Bring all replicas to the same values outside of a step; a collective."""
+
+    def was_built(self) -> None:
+        """Keras has just made the variables of a compiled model."""
+
+    def checksums(self) -> list[list[int]]:
+        """Of the replicas that this process has started, itself first."""
+
+    def release(self) -> None:
+        """The model is on replicas no more."""
+
+
+class TorchTrainer:
+    """See base.ReplicatedModel."""
 
     def __init__(self, model: keras.Model, placement: Placement, *, sync_batch_norm: bool) -> None:
         self.placement = placement
         self.sync_batch_norm = sync_batch_norm
         self._model = model
-        self._number = next(_numbers)
-        self._team = Team.of(placement)
-        self._sent: bytes | None = None
-        self._sent_to: Workers | None = None
-        self._may_differ = True
-        self._key: Any = None
-        self._versions = Versions()
-        self._depth = 0
         move_to(model, placement)
-        self._replication = Replication(
-            model, current_replica, sync_batch_norm=sync_batch_norm, kernels=cpu_layers
-        )
+        is_run = placement.num_processes > 1
+        layers = chosen_layers(placement) if is_run else None
+        self._copy = ModelCopy(model, sync_batch_norm=sync_batch_norm, kernels=layers)
+        self._peers: Peers = RunPeers(self._copy) if is_run else WorkerPeers(self._copy, placement)
+        self.feed = self._peers.feed
         for name in _STEPS:
             bind(model, name, self._step(name))
-        for name in _CALLS:
-            bind(model, name, self._call(name))
         bind(model, "_symbolic_build", self._build)
         bind(model, "_initialize_ddp", lambda: None)  # Keras 3.16 would reduce gradients again.
         forget_torch_functions(model)
-        weakref.finalize(model, self._team.forget, self._number)
-        adopted.add(self)
+        replicated.add(self)
 
     def variables(self) -> list[Any]:
         """Those that every replica has a copy of."""
         return list(carried_variables(self._model))
 
     def release(self) -> None:
-        adopted.discard(self)
-        self._replication.release()
-        unbind(self._model, *_STEPS, *_CALLS, "_symbolic_build", "_initialize_ddp")
+        replicated.discard(self)
+        self._copy.replication.release()
+        unbind(self._model, *_STEPS, "_symbolic_build", "_initialize_ddp")
         forget_torch_functions(self._model)
-        self._team.forget(self._number)
+        self._peers.release()
+
+    def settle(self, when: str) -> None:
+        """Bring all replicas to the same values where no step follows."""
+        self._peers.settle(when)
 
     def variable_names(self) -> list[str]:
         return names_of(self._model)
 
     def checksums(self) -> list[list[int]]:
-        own = own_checksums(self._model)
-        if self._sent is None:
-            return [own]  # The others get their copies at the first step.
-        group = self._team.start()
-        self._send_changes(group)
-        self._team.tell("checksums", self._number)
-        return [one.tolist() for one in group.all_gather(torch.tensor(own, device=group.device))]
+        return self._peers.checksums()
 
     # -- what Keras' trainer calls -------------------------------------------------------------
 
-    def _call(self, name: str) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            # Anything on the model may have been changed since the last call.
-            is_outermost = self._depth == 0 and name in ("fit", "evaluate", "predict")
-            self._may_differ = self._may_differ or is_outermost
-            threads = torch.get_num_threads()
-            self._depth += 1
-            try:
-                if self.placement.kind == "cpu":
-                    torch.set_num_threads(threads_per_replica(self.placement.num_replicas))
-                return original(self._model, name)(*args, **kwargs)
-            finally:
-                self._depth -= 1
-                torch.set_num_threads(threads)
-
-        return call
-
-    def _build(self, *args: Any, **kwargs: Any) -> None:
-        original(self._model, "_symbolic_build")(*args, **kwargs)
-        self._replication.prepare()
+    def _build(self, iterator: Any = None, data_batch: Any = None) -> None:
+        data_batch = data_batch.data if isinstance(data_batch, Shard) else data_batch
+        batches = iterator if iterator is None or self.feed is None else unshared(iterator)
+        original(self._model, "_symbolic_build")(batches, data_batch)
+        self._copy.replication.prepare()
+        self._peers.was_built()
 
     def _step(self, name: str) -> Callable[[Any], Any]:
         alone = original(self._model, name)
+        replication = self._copy.replication
 
         def step(data: Any) -> Any:
-            data = keras.tree.map_structure(as_tensor, data)
-            num_rows = _num_rows(data)
-            # Too few rows for all, or a model that its first call builds: what this replica does
-            # alone is exact, and what it changes is sent before the next step.
-            if num_rows < self.placement.num_replicas or not self._is_built():
-                return alone(data)
-            try:
-                return self._step_with_others(name, data, num_rows)
-            except BaseException as error:
-                raise self._team.explain(error) from error.__cause__
+            shard = self._peers.shard(data)
+            if not self._peers.can_join(shard):
+                return alone(shard.data)
+            if name != "predict_step" and replication.must_learn(name):
+                kinds = self._copy.find_kinds(name, shard.data)
+                replication.learn(name, self._peers.agree_on_kinds(name, kinds))
+            with self._peers.step(name, shard) as (rows, replica):
+                result = self._copy.run_step(name, rows, replica)
+            self._copy.changes.note()
+            return result
 
         # A compiler would try to follow the step into sockets and processes.
         uncompiled: Callable[[Any], Any] = torch.compiler.disable(step)
         return uncompiled
 
-    def _is_built(self) -> bool:
-        return self._sent is not None or all(layer.built for layer in self._model._flatten_layers())
 
-    def _step_with_others(self, name: str, data: Any, num_rows: int) -> Any:
-        group = self._team.start()
-        if name != "predict_step" and self._replication.must_learn(name):
-            self._replication.prepare()
-            with hooked():
-                kinds = learn_kinds(self._model, self._replication, name, data, num_rows)
-            self._replication.learn(name, kinds)
-        self._send_changes(group)
-        layout = self._team.share(data, num_rows)
-        kinds_of_step = self._replication.kinds(name)
-        training = self._model.training
-        self._team.tell("step", self._number, name, layout, num_rows, training, kinds_of_step)
-        rows = own_rows(num_rows, group)
-        own = keras.tree.map_structure(lambda leaf: _rows(leaf, rows, num_rows), data)
-        replica = TorchReplica(group, num_rows)
-        with hooked():
-            result = run_step(self._model, self._replication, name, own, replica)
-        self._versions.note()
-        return result
+class RunPeers:
+    """The other processes of a run, which all run the same program on their shard of the data.
 
-    # -- keeping the others up to date ---------------------------------------------------------
+    Before each step the processes agree on it, and what any of them changed outside of a step is
+    taken over from the chief.
+    """
 
-    def _send_changes(self, group: Group) -> None:
-        model = self._model
-        optimizers = list(optimizers_of(model))  # Empty until it is compiled.
-        parts = (*optimizers, model._compile_loss, model._compile_metrics)
-        is_built = all(optimizer.built for optimizer in optimizers)
-        key = (self._team.workers, is_built, *(id(part) for part in parts))
-        if self._may_differ or key != self._key:
-            self._send_model()
-            self._key, self._may_differ = key, False
-        places = self._versions.changed()
+    def __init__(self, copy: ModelCopy) -> None:
+        world = current_world()
+        assert world is not None
+        self._world = world
+        self.feed = Feed(world, needs_even_shards=False)
+        self._copy = copy
+        self._optimizers: Any = None
+        self._is_known = False
+        self._was_built = True
+        self._num_steps = 0
+        # Start from the chief's values, as far as the model has any yet.
+        metrics = [v for metric in leaf_metrics(copy.model) for v in metric.variables]
+        copy.changes.watch([*carried_variables(copy.model), *metrics])
+        self._follow_outside_steps("unisono.parallel")
+
+    def shard(self, data: Any) -> Shard:
+        self._was_built = self._copy.is_built
+        shard = self.feed.shard(data)
+        return Shard(keras.tree.map_structure(as_tensor, shard.data), *shard[1:])
+
+    def can_join(self, shard: Shard) -> bool:
+        return True
+
+    def agree_on_kinds(self, name: str, kinds: LossKinds) -> LossKinds:
+        # Each process has tried its own rows, which may build layers; the chief's result counts.
+        where = f"{self.feed.where()}, losses of {name}"
+        return LossKinds(**self._world.broadcast(where, dataclasses.asdict(kinds)))
+
+    @contextmanager
+    def step(self, name: str, shard: Shard) -> Iterator[tuple[Any, TorchReplica]]:
+        if name == "predict_step":
+            self._is_known = False  # Keras predicts without a symbolic build before it.
+            if not self._was_built:
+                original(self._copy.model, name)(shard.data)
+        group = world_group()
+        self._watch_new_variables()
+        self._follow_chief(group, shard)
+        replica = TorchReplica(group, shard.num_rows, is_replicated=shard.is_replicated)
+        with self._random_numbers_of_replica(group):
+            yield shard.data, replica
+        if not self._was_built:
+            self._check_new_variables(replica)
+
+    def settle(self, when: str) -> None:
+        self._watch_new_variables()
+        self._follow_outside_steps(when)
+
+    def was_built(self) -> None:
+        self._is_known = False
+
+    def checksums(self) -> list[list[int]]:
+        return [own_checksums(self._copy.model)]
+
+    def release(self) -> None:
+        """The other processes release theirs."""
+
+    def _watch_new_variables(self) -> None:
+        model = self._copy.model
+        optimizers = [(id(optimizer), optimizer.built) for optimizer in optimizers_of(model)]
+        if not self._is_known or optimizers != self._optimizers:
+            self._copy.changes.watch(carried_variables(model))
+            self._is_known, self._optimizers = True, optimizers
+
+    def _follow_outside_steps(self, when: str) -> None:
+        with self.feed.calling(when):
+            self._follow_chief(world_group(), _NO_ROWS)
+        self._copy.changes.note()
+
+    def _follow_chief(self, group: Group, shard: Shard) -> None:
+        """Agree on a step, and take over what was changed since the last one."""
+        places = self.feed.agree(shard, self._copy.changes.changed(), self._describe)
         if places:
-            trainable = self._versions.trainable()
-            self._team.tell("values", self._number, places, trainable)
-            group.broadcast([self._versions.variables[i]._value for i in places])
+            self._copy.follow_first(group, places)
 
-    def _send_model(self) -> None:
-        self._replication.prepare()
-        data = pack(self._model)
-        self._versions.watch(carried_variables(self._model))
-        if data == self._sent and self._sent_to is self._team.workers:
-            return
-        seed = torch.initial_seed() % 2**31
-        self._team.tell("model", self._number, data, self.sync_batch_norm, seed)
-        self._sent, self._sent_to = data, self._team.workers
-        self._versions.forget()
+    def _describe(self) -> list[str]:
+        # Without the numbers that Keras counts up: a process may have made other models before.
+        variables = self._copy.changes.variables
+        names = [re.sub(r"_[0-9]+", "", variable.name) for variable in variables]
+        pairs = zip(names, variables, strict=True)
+        return [f"{name} {tuple(v.shape)} {v.dtype}" for name, v in pairs]
 
+    def _check_new_variables(self, replica: TorchReplica) -> None:
+        """Layers that a step itself has built did not start with the chief's values."""
+        known = {id(variable) for variable in self._copy.changes.variables}
+        built = [v for v in carried_variables(self._copy.model) if id(v) not in known]
+        check_equal(replica, built)
 
-def _rows(leaf: Any, rows: slice, num_rows: int) -> Any:
-    return leaf[rows] if leaf is not None and is_split(leaf, num_rows) else leaf
+    @contextmanager
+    def _random_numbers_of_replica(self, group: Group) -> Iterator[None]:
+        """Let each replica draw other numbers from torch's default generators during a step.
 
-
-def _num_rows(data: Any) -> int:
-    leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None and leaf.ndim]
-    return len(leaves[0]) if leaves else 0
+        Outside of steps these generators stay the same on all: they shuffle the data.
+        """
+        self._num_steps += 1
+        seed = torch.initial_seed() + group.rank * SEED_STRIDE + self._num_steps * _STEP_STRIDE
+        states = [(generator, generator.get_state()) for generator in generators()]
+        try:
+            for generator, _ in states:
+                generator.manual_seed(seed % 2**63)
+            yield
+        finally:
+            for generator, state in states:
+                generator.set_state(state)

@@ -1,7 +1,7 @@
-"""What others offer for the same job, written as their own documentation advises.
+"""Other ways to train on several devices, written as their documentation advises.
 
-Each peer has a name, a backend, and how its processes are started: one for all replicas, or one
-pinned to its cores for each.
+A peer runs in one process for all replicas, or in one pinned process per replica. The limit of a
+backend is an expert's hand-written loop without Keras on the same net.
 """
 
 import importlib.util
@@ -14,7 +14,7 @@ from unisono.bench.peers import jax_peers, tensorflow_peers, torch_peers
 
 @dataclass(frozen=True)
 class Peer:
-    """Another way to train on several devices."""
+    """One of these ways."""
 
     backend: str
     title: str
@@ -22,7 +22,8 @@ class Peer:
     """`start(net, num_steps, num_replicas)` makes a function that trains one pass."""
     has_processes: bool
     package: str | None = None
-    """What must be installed for it, beside the backend."""
+    """The package that it needs, beside the backend."""
+    is_limit: bool = False
 
     @property
     def is_installed(self) -> bool:
@@ -33,6 +34,13 @@ PEERS = {
     "distribution": Peer(
         "jax", "keras.distribution.DataParallel", jax_peers.data_parallel, has_processes=False
     ),
+    "shard_map": Peer(
+        "jax",
+        "the limit: JAX shard_map, no Keras",
+        jax_peers.shard_map,
+        has_processes=True,
+        is_limit=True,
+    ),
     "mirrored": Peer(
         "tensorflow",
         "tf.distribute.MirroredStrategy",
@@ -41,14 +49,27 @@ PEERS = {
     ),
     "multiworker": Peer(
         "tensorflow",
-        "MultiWorkerMirroredStrategy, own loop",
+        "MultiWorkerMirroredStrategy, custom loop",
         tensorflow_peers.multi_worker,
         has_processes=True,
+    ),
+    "bare_multiworker": Peer(
+        "tensorflow",
+        "the limit: MultiWorkerMirrored, no Keras",
+        tensorflow_peers.bare_multi_worker,
+        has_processes=True,
+        is_limit=True,
     ),
     "keras_ddp": Peer(
         "torch", "Keras, all-reduce by hand", torch_peers.keras_all_reduce, has_processes=True
     ),
-    "raw_ddp": Peer("torch", "torch + DDP, no Keras", torch_peers.raw_ddp, has_processes=True),
+    "raw_ddp": Peer(
+        "torch",
+        "the limit: torch DDP, no Keras",
+        torch_peers.raw_ddp,
+        has_processes=True,
+        is_limit=True,
+    ),
     "lightning": Peer(
         "torch", "PyTorch Lightning", torch_peers.lightning, has_processes=True, package="lightning"
     ),

@@ -1,10 +1,10 @@
-"""torch's DistributedDataParallel: under Keras by hand, and without Keras."""
+"""Data parallelism on torch: an all-reduce by hand in Keras, and DDP without Keras."""
 
 import os
 from typing import Any
 
 from unisono.bench.nets import PER_REPLICA, data, make
-from unisono.bench.passes import Pass, fit_pass, loop_pass
+from unisono.bench.racer import Pass, fit_pass, loop_pass
 
 
 def _join(num_replicas: int) -> int:
@@ -17,7 +17,7 @@ def _join(num_replicas: int) -> int:
 
 
 def keras_all_reduce(net: str, num_steps: int, num_replicas: int) -> Pass:
-    """Keras' `fit` in each process on its own rows; gradients averaged in `optimizer.apply`."""
+    """Keras' `fit` in each process on its own rows; gradients are averaged in `optimizer.apply`."""
     import torch
     import torch.distributed as dist
 
@@ -39,7 +39,7 @@ def keras_all_reduce(net: str, num_steps: int, num_replicas: int) -> Pass:
 
 
 def raw_ddp(net: str, num_steps: int, num_replicas: int) -> Pass:
-    """A net of torch itself in DistributedDataParallel, over one fixed batch."""
+    """A torch module in DistributedDataParallel, over one fixed batch."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
@@ -57,7 +57,7 @@ def raw_ddp(net: str, num_steps: int, num_replicas: int) -> Pass:
 
 
 def lightning(net: str, num_steps: int, num_replicas: int) -> Pass:
-    """Lightning's Fabric, which is its trainer without the loop, with the strategy "ddp"."""
+    """Lightning Fabric with the strategy "ddp", over one fixed batch."""
     import lightning
     import torch
 
@@ -82,7 +82,7 @@ def accelerate(net: str, num_steps: int, num_replicas: int) -> Pass:
     from accelerate import Accelerator
 
     os.environ |= {"RANK": os.environ["BENCH_RANK"], "WORLD_SIZE": str(num_replicas)}
-    # Asked for, though the processes have found each other already.
+    # Required, though the process group exists already.
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     _join(num_replicas)
     accelerator = Accelerator(cpu=True)
@@ -107,9 +107,10 @@ def _batch(net: str) -> tuple[Any, Any]:
 
 
 def _module(net: str) -> Any:
+    import torch
     from torch import nn
 
-    torch_seed()
+    torch.manual_seed(0)
     if net == "digits":
         return nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10))
     if net == "mnist":
@@ -118,12 +119,6 @@ def _module(net: str) -> Any:
             nn.MaxPool2d(2), nn.Flatten(), nn.Linear(32 * 25, 10),
         )  # fmt: skip
     return _mini_googlenet()
-
-
-def torch_seed() -> None:
-    import torch
-
-    torch.manual_seed(0)
 
 
 def _mini_googlenet() -> Any:

@@ -1,7 +1,7 @@
-"""Files of weights under the names of their time: `weights.h5`, `w.hdf5`, or no ending at all.
+"""Weight files with names of Keras 2: `weights.h5`, `w.hdf5`, or without an extension.
 
-Keras 3 writes weights to `*.weights.h5` only, and reads what has another name as a file of Keras 2.
-Here a file keeps the name that the program gives it, with Keras 3's contents.
+Keras 3 writes weights only to `*.weights.h5`, and reads other files as those of Keras 2. Here a
+file keeps the name that the program gives it, with contents of Keras 3.
 """
 
 import functools
@@ -45,7 +45,7 @@ def _loading(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def load_weights(self: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
         path = Path(os.fspath(filepath))
-        if path.name.endswith(_ENDING) or not _is_of_today(path):
+        if path.name.endswith(_ENDING) or not _is_keras_3(path):
             return plain(self, filepath, *args, **kwargs)
         with temporary_folder() as folder:
             named = folder / f"named{_ENDING}"
@@ -59,12 +59,12 @@ def _loading(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _naming(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a checkpoint have any name; its model is saved as that of Keras 2 was."""
+    """Let a checkpoint have any name, as in Keras 2."""
 
     @functools.wraps(plain)
     def __init__(self: Any, filepath: Any, *args: Any, **kwargs: Any) -> None:
         path = os.fspath(filepath)
-        # Its fourth argument after the path, in Keras 2 and 3.
+        # The fourth argument after the path, in Keras 2 and 3.
         is_weights = kwargs.get("save_weights_only", args[3] if len(args) > 3 else False)
         endings = (_ENDING,) if is_weights else _ENDINGS_OF_MODELS
         if path.endswith(endings) or not (is_weights or path.endswith(_OLD_ENDING)):
@@ -77,8 +77,8 @@ def _naming(plain: Callable[..., Any]) -> Callable[..., Any]:
     return __init__
 
 
-def _is_of_today(path: Path) -> bool:
-    """Whether a file has weights as Keras 3 writes them: Keras 2 listed the layers' names."""
+def _is_keras_3(path: Path) -> bool:
+    """Whether Keras 3 wrote a file: Keras 2 listed the layers' names."""
     import h5py  # type: ignore[import-untyped]
 
     if not path.is_file() or not h5py.is_hdf5(path):

@@ -1,6 +1,6 @@
-"""Which line of a program uses an old name, and what it is told.
+"""Which line of a program uses an old name, and the message about it.
 
-The program is whatever is not Keras, TensorFlow or unisono: those see the names as they are.
+The program is all code outside of Keras, TensorFlow and unisono, which see the plain names.
 """
 
 import dis
@@ -30,20 +30,20 @@ def caller() -> FrameType | None:
 
 
 def is_asked_by_program() -> bool:
-    """Whether the program itself uses a name, and not a library."""
+    """Whether the program, not a library, uses a name."""
     frame = caller()
     return frame is not None and not _is_library(frame)
 
 
 def is_asked_by_installed() -> bool:
-    """Whether a package that is installed uses a name, which its user cannot rewrite."""
+    """Whether an installed package uses a name, which the user cannot rewrite."""
     frame = caller()
     parts = PurePath(frame.f_code.co_filename).parts if frame is not None else ()
     return "site-packages" in parts or "dist-packages" in parts
 
 
 def is_spelled_out() -> bool:
-    """Whether the program wrote the name, and does not merely ask for it with hasattr."""
+    """Whether the program wrote the name, rather than calling hasattr."""
     frame = caller()
     if frame is None or _is_library(frame) or frame.f_lasti < 0:
         return False
@@ -51,7 +51,7 @@ def is_spelled_out() -> bool:
 
 
 def imports_by_name(module: str) -> bool:
-    """Whether the program's own import names this module, and not only one inside of it."""
+    """Whether the program's import names this module, not only a submodule."""
     frame = _program_frame()
     names = frame.f_code.co_names if frame is not None else ()
     parent, _, name = module.rpartition(".")
@@ -59,7 +59,7 @@ def imports_by_name(module: str) -> bool:
 
 
 def where(word: str = "") -> str:
-    """The program's line, as messages begin with it; the one with a word, in a `tf.function`."""
+    """The program's line, for messages; in a `tf.function`, the line with `word`."""
     frame = _program_frame()
     if frame is None:
         return "this program"
@@ -68,7 +68,7 @@ def where(word: str = "") -> str:
 
 
 def announce(old: str, write: str) -> None:
-    """Say once what an old name is today."""
+    """Print once what to write instead of an old name."""
     if old not in _announced:
         _announced.add(old)
         place = where(old.rpartition(".")[2])
@@ -76,7 +76,7 @@ def announce(old: str, write: str) -> None:
 
 
 def refuse(change: Change) -> LegacyError:
-    """The error for a name that nothing takes the place of."""
+    """The error for a name without a successor."""
     return LegacyImportError(
         f"{where()} asks for {change.old}, which can't be translated: {change.why}. Instead: "
         f"{change.write}."
@@ -91,7 +91,7 @@ def _program_frame() -> FrameType | None:
 
 
 def _line_in_graph(program: FrameType, word: str) -> int | None:
-    """The line of a function that TensorFlow has rewritten, and that the program calls here."""
+    """The line in a function that AutoGraph has rewritten and the program calls."""
     frame = caller()
     while frame is not None and frame is not program:
         if _GENERATED in frame.f_code.co_filename:
@@ -111,7 +111,7 @@ def _line_of(function: Any, word: str) -> int | None:
 
 
 def is_from_library(function: Any) -> bool:
-    """Whether a function is Keras' or its like, and not the program's."""
+    """Whether a function belongs to a library, not to the program."""
     return str(getattr(function, "__module__", "")).partition(".")[0] in _LIBRARIES
 
 

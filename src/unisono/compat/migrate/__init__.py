@@ -1,5 +1,5 @@
-"""`unisono migrate`: rewrites old programs and notebooks to Keras 3 and unisono.
+"""`unisono migrate`: rewrites old programs and notebooks for Keras 3 and unisono.
 
-The same table as behind `unisono.compat.legacy`, as changes of source. Comments and formatting stay
-(LibCST); what needs a person gets a comment, and running it again changes nothing.
+Uses the same table as `unisono.compat.legacy`. Comments and formatting stay (LibCST); what the user
+has to decide gets a comment, and a second run changes nothing.
 """

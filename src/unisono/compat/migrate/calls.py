@@ -1,4 +1,4 @@
-"""Calls whose arguments change with their names: what each becomes."""
+"""Translations of calls whose arguments change."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,10 +6,9 @@ from typing import Any
 
 import libcst as cst
 
-from unisono.compat.device_names import parse_devices
 from unisono.compat.knowledge import LOADING, METHODS
-from unisono.compat.lookup import canonical
-from unisono.compat.migrate.expressions import (
+from unisono.compat.lookup import canonical, parse_devices
+from unisono.compat.migrate.steps import (
     bound,
     call,
     expression,
@@ -31,17 +30,17 @@ _UNISONO = "import unisono"
 
 @dataclass(frozen=True)
 class Caller:
-    """What the translation of a call may ask for, and what it is about."""
+    """The context of a call that is translated."""
 
     need: Callable[[str], None]
     remark: Callable[[str], None]
     dotted: str
-    """The name that is called, as it was imported."""
+    """The called name, as it was imported."""
     original: cst.Call
 
 
 def translate_optimizer(node: cst.Call, caller: Caller) -> cst.Call:
-    """`lr=` and `decay=`; the latter as a schedule, which computes the same."""
+    """Translate `lr=`, and `decay=` to an equivalent schedule."""
     *_, kind = canonical(caller.dotted).removeprefix(OPTIMIZERS).split(".")
     args = bound(node.args, ("learning_rate", *(f"#{i}" for i in range(1, 9))))
     if args is None:
@@ -52,7 +51,7 @@ def translate_optimizer(node: cst.Call, caller: Caller) -> cst.Call:
     rate, decay = args.get("lr") or args.get("learning_rate"), args.get("decay")
     value = rate.value if rate is not None else expression(_DEFAULT_RATE.get(kind, "0.001"))
     if isinstance(literal(value), int):
-        value = expression(f"{literal(value)}.0")  # Keras 3 takes a float alone.
+        value = expression(f"{literal(value)}.0")  # Keras 3 takes only a float.
     if decay is not None and literal(decay.value) not in (0, None):
         value = _decayed(value, decay.value, node, caller)
     elif rate is None:
@@ -68,7 +67,7 @@ def translate_optimizer(node: cst.Call, caller: Caller) -> cst.Call:
 
 
 def _with_unknown(node: cst.Call, caller: Caller) -> cst.Call:
-    """A call with `*rest` or `**rest`, of whose arguments only some can be read."""
+    """A call with `*args` or `**kwargs`, whose arguments are not all known."""
     names = {arg.keyword.value for arg in node.args if arg.keyword is not None}
     if {"lr", "decay"} & names:
         caller.remark(
@@ -101,7 +100,7 @@ def _decayed(
 
 
 def translate_method(name: str, node: cst.Call, remark: Callable[[str], None]) -> cst.Call:
-    """`fit_generator` and its like, and arguments that belong to the data today."""
+    """Translate `fit_generator` and similar, and arguments that moved to the dataset."""
     method = _METHODS.get(name)
     if method is None:
         return _without_loading(node, remark) if name in ("fit", "evaluate", "predict") else node
@@ -112,7 +111,7 @@ def translate_method(name: str, node: cst.Call, remark: Callable[[str], None]) -
         return node
     for parameter in method.dropped:
         if parameter in args:
-            _tell_loading(parameter, args.pop(parameter), remark)
+            _remark_on_loading(parameter, args.pop(parameter), remark)
     data = args.pop("generator", None)
     for parameter, default in method.defaults.items():
         args.setdefault(parameter, keyword(parameter, expression(default)))
@@ -131,7 +130,7 @@ def _without_loading(node: cst.Call, remark: Callable[[str], None]) -> cst.Call:
     for arg in node.args:
         name = arg.keyword.value if arg.keyword is not None else ""
         if name in LOADING:
-            _tell_loading(name, arg, remark)
+            _remark_on_loading(name, arg, remark)
         else:
             kept.append(arg)
     if len(kept) == len(node.args):
@@ -139,7 +138,7 @@ def _without_loading(node: cst.Call, remark: Callable[[str], None]) -> cst.Call:
     return node.with_changes(args=without_last_comma(kept, node.args))
 
 
-def _tell_loading(name: str, arg: cst.Arg, remark: Callable[[str], None]) -> None:
+def _remark_on_loading(name: str, arg: cst.Arg, remark: Callable[[str], None]) -> None:
     if literal(arg.value) != _LOADING_DEFAULTS[name]:
         value = source_of(arg.value)
         remark(
@@ -246,12 +245,12 @@ def _set_visible(node: cst.Call, caller: Caller) -> Any:
         return node
     caller.need(_UNISONO)
     if gpus == "local":
-        return call("unisono.configure")  # `unisono run` has done it: an empty call is taken out.
+        return call("unisono.configure")  # `unisono run` has done it: an empty call is removed.
     return call("unisono.configure", keyword("gpus", expression(gpus)))
 
 
 def _chosen(node: cst.BaseExpression) -> str | None:
-    """The GPUs that `gpus[0]`, `gpus[:2]`, `[gpus[0], gpus[2]]` mean, as source."""
+    """The GPU ids of `gpus[0]`, `gpus[:2]` or `[gpus[0], gpus[2]]`, as source."""
     if isinstance(node, cst.List):
         parts = [_chosen(element.value) for element in node.elements]
         ids = [literal(expression(part)) if part and part != "local" else None for part in parts]
@@ -291,4 +290,4 @@ CALLS: dict[str, Callable[[cst.Call, Caller], Any]] = {
     "tensorflow.config.experimental.set_virtual_device_configuration": _divide,
     "tensorflow.config.set_logical_device_configuration": _divide,
 }
-"""What becomes of a call, by the old name that is called."""
+"""The translation of a call, by the old name."""

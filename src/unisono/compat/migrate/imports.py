@@ -1,24 +1,26 @@
-"""Import statements: names from where they are today."""
+"""Import statements: old names are imported from their new modules, and new imports are added."""
 
+import ast
+import functools
+import importlib.util
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import libcst as cst
 
 from unisono.compat.knowledge import CHANGES, IMAGES, MODULES
 from unisono.compat.lookup import canonical, change_of, gone_with, today
-from unisono.compat.migrate.additions import FRAMEWORKS, root
-from unisono.compat.migrate.api import is_in_keras
-from unisono.compat.migrate.expressions import dotted_name, source_of
-from unisono.compat.migrate.statements import Step, removed
+from unisono.compat.migrate.files import MARK
+from unisono.compat.migrate.steps import Step, dotted_name, removed, source_of
 
 _LEGACY = "unisono.compat.legacy"
 Target = tuple[str, str, str | None]
-"""A module, a name of it, and the name that it is bound to if that is another."""
+"""A module, a name in it, and the name after `as`."""
 
 
 class Imports(Step):
-    """Rewrites imports of old names, once the rest of the program no longer uses some of them."""
+    """Rewrites imports, after the rest of the program has been rewritten."""
 
     def __init__(self, in_use: set[str]) -> None:
         super().__init__()
@@ -63,7 +65,7 @@ class Imports(Step):
         names = []
         for alias in statement.names:
             if dotted_name(alias.name) == _LEGACY and not self._uses("unisono"):
-                continue  # A migrated program has no old names.
+                continue  # A migrated program does not need it.
             old = dotted_name(alias.name)
             if root(old) in FRAMEWORKS:
                 self._check(old)
@@ -74,7 +76,7 @@ class Imports(Step):
         return [statement.with_changes(names=_once(names))] if names else []
 
     def _from(self, statement: cst.ImportFrom) -> list[cst.BaseSmallStatement]:
-        """`from a.b import c`, as one statement for each module that the names are in today."""
+        """`from a.b import c`, as one statement per new module."""
         if statement.relative or statement.module is None:
             return [statement]
         module = dotted_name(statement.module)
@@ -96,7 +98,7 @@ class Imports(Step):
         return _grouped(statement, module, targets)
 
     def _target(self, module: str, alias: cst.ImportAlias) -> Target | None:
-        """Where a name is imported from today; None where it is no longer needed."""
+        """From where to import a name; None if it is no longer needed."""
         name, bound = dotted_name(alias.name), _bound(alias)
         dotted = f"{module}.{name}"
         known_as = bound or name
@@ -130,7 +132,7 @@ class Imports(Step):
         return name in self._in_use
 
     def _check(self, dotted: str) -> bool:
-        """Whether nothing takes the place of a name; it is then told to the reader."""
+        """Whether a name has no successor; leaves a remark if so."""
         gone = gone_with(dotted)
         if gone is not None:
             self.remark(f"{gone.old} is gone: {gone.why}. Instead: {gone.write}.")
@@ -221,7 +223,7 @@ def _last(alias: cst.ImportAlias) -> cst.ImportAlias:
 
 
 def _home(old: str, new: str) -> str:
-    """A canonical name of Keras in the home that the program uses: `tensorflow.keras`, say."""
+    """A canonical name in the package that the program uses, such as `tensorflow.keras`."""
     if canonical(old) == old or not new.startswith("keras"):
         return new
     prefix = old.removesuffix(canonical(old).removeprefix("keras"))
@@ -233,7 +235,7 @@ def _is_renamed(old: str, new: str) -> bool:
 
 
 def _is_still_there(dotted: str, new: str | None) -> bool:
-    """Keras' image generators are where they were in `tensorflow.keras`."""
+    """Whether a name is an image generator, which `tensorflow.keras` still has."""
     return (new or "").startswith(IMAGES) and not dotted.startswith("keras.")
 
 
@@ -250,3 +252,114 @@ def _bound(alias: cst.ImportAlias) -> str | None:
 
 def _expression(dotted: str) -> Any:
     return cst.parse_expression(dotted)
+
+
+FRAMEWORKS = ("keras", "tensorflow", "horovod")
+
+
+def add_imports(module: cst.Module, needed: set[str]) -> cst.Module:
+    """Add missing imports, above the first import of a framework."""
+    there = {source_of(small).strip() for line in module.body for small in _imports_in(line)}
+    if any(text.startswith("import unisono.") and " as " not in text for text in there | needed):
+        there.add("import unisono")
+    lines = [cst.parse_statement(text + "\n") for text in sorted(needed - there)]
+    if not lines:
+        return module
+    place = next(
+        (i for i, statement in enumerate(module.body) if _names_framework(statement)),
+        _after_head(module.body),
+    )
+    body: list[Any] = list(module.body)
+    if place < len(body):
+        above = list(getattr(body[place], "leading_lines", ()))
+        # A remark stays with its statement.
+        split = next((i for i, line in enumerate(above) if _is_remark(line)), len(above))
+        body[place] = body[place].with_changes(leading_lines=above[split:])
+        lines[0] = lines[0].with_changes(leading_lines=above[:split])
+    return module.with_changes(body=[*body[:place], *lines, *body[place:]])
+
+
+def _is_remark(line: cst.EmptyLine) -> bool:
+    return line.comment is not None and line.comment.value.startswith(MARK)
+
+
+def _imports_in(statement: Any) -> list[cst.BaseSmallStatement]:
+    body = statement.body if isinstance(statement, cst.SimpleStatementLine) else []
+    return [small for small in body if isinstance(small, (cst.Import, cst.ImportFrom))]
+
+
+def _names_framework(statement: Any) -> bool:
+    for small in _imports_in(statement):
+        if isinstance(small, cst.Import):
+            roots = [root(dotted_name(alias.name)) for alias in small.names]
+        else:
+            assert isinstance(small, cst.ImportFrom)
+            roots = [root(dotted_name(small.module))] if small.module is not None else []
+        if {*FRAMEWORKS, "unisono"} & set(roots):
+            return True
+    return False
+
+
+def _after_head(body: Sequence[Any]) -> int:
+    """The first place for imports: after the docstring and `__future__` imports."""
+    place = 0
+    for i, statement in enumerate(body):
+        if not isinstance(statement, cst.SimpleStatementLine):
+            break
+        small = statement.body[0]
+        is_docstring = (
+            i == 0
+            and isinstance(small, cst.Expr)
+            and isinstance(small.value, (cst.SimpleString, cst.ConcatenatedString))
+        )
+        is_future = isinstance(small, cst.ImportFrom) and (
+            small.module is not None and dotted_name(small.module) == "__future__"
+        )
+        if not is_docstring and not is_future:
+            break
+        place = i + 1
+    return place
+
+
+def root(dotted: str) -> str:
+    return dotted.partition(".")[0]
+
+
+def is_in_keras(dotted: str) -> bool:
+    """Whether the installed Keras has a name; reads its files, as importing it needs a backend.
+
+    >>> is_in_keras("keras.utils.to_categorical")
+    True
+    """
+    rest = canonical(dotted).removeprefix("keras").removeprefix(".")
+    home = "" if canonical(dotted) == dotted else "_tf_keras/keras"
+    parts = rest.split(".") if rest else []
+    folder = ""
+    for i, part in enumerate(parts):
+        names = _names(f"{home}/{folder}".strip("/"))
+        if names is None:
+            return False
+        if part not in names:
+            return False
+        folder = f"{folder}/{part}".strip("/")
+        if _names(f"{home}/{folder}".strip("/")) is None:
+            return True  # A class or a function; its attributes are not checked.
+        if i + 1 == len(parts):
+            return True
+    return True
+
+
+@functools.cache
+def _names(folder: str) -> frozenset[str] | None:
+    """The names in a package of Keras; None if there is no such package."""
+    spec = importlib.util.find_spec("keras")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    path = Path(spec.submodule_search_locations[0], folder, "__init__.py")
+    if not path.is_file():
+        return None
+    tree = ast.parse(path.read_bytes())
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    names = {alias.asname or alias.name for node in imports for alias in node.names}
+    inner = {each.name for each in path.parent.iterdir() if (each / "__init__.py").is_file()}
+    return frozenset(names | inner | {"__version__"})

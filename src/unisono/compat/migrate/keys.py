@@ -1,4 +1,4 @@
-"""Keys of histories and logs in a program: `acc` is `accuracy` today, wherever it is one."""
+"""Keys of histories and logs (`acc` becomes `accuracy`), and what a program's variables hold."""
 
 import re
 from typing import Any
@@ -6,12 +6,75 @@ from typing import Any
 import libcst as cst
 
 from unisono.compat.knowledge import KEYS
-from unisono.compat.migrate.expressions import literal, source_of, text_like
-from unisono.compat.migrate.facts import Facts
-from unisono.compat.migrate.statements import Step
+from unisono.compat.lookup import canonical, today
+from unisono.compat.migrate.steps import Step, literal, source_of, text_like
+
+_OPTIMIZERS = "keras.optimizers."
+
+
+class Facts(Step):
+    """What is known about a program's variables from their assignments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.optimizers = {"optimizer"}
+        """Variables that hold an optimizer."""
+        self.histories: set[str] = {"logs"}
+        """Variables that hold a dictionary of losses and metrics."""
+        self.metrics: set[str] = set()
+        """Variables that are passed to `compile` as metrics."""
+        self.has_old_keys = False
+        """Whether the program contains an old key such as "acc"."""
+        self.bound: set[str] = set()
+        """All names that the program binds."""
+        self.imported: dict[str, str] = {}
+
+    def visit_AssignTarget(self, node: cst.AssignTarget) -> None:
+        if isinstance(node.target, cst.Name):
+            self.bound.add(node.target.value)
+
+    def visit_Assign(self, node: cst.Assign) -> None:
+        names = {t.target.value for t in node.targets if isinstance(t.target, cst.Name)}
+        if isinstance(node.value, cst.Call):
+            dotted = self.dotted(node.value.func) or ""
+            if today(canonical(dotted)).startswith(_OPTIMIZERS):
+                self.optimizers |= names
+        elif isinstance(node.value, cst.Attribute) and node.value.attr.value == "history":
+            self.histories |= names
+
+    def visit_Arg(self, node: cst.Arg) -> None:
+        is_metrics = node.keyword is not None and node.keyword.value == "metrics"
+        if is_metrics and isinstance(node.value, cst.Name):
+            self.metrics.add(node.value.value)
+
+    def visit_SimpleString(self, node: cst.SimpleString) -> None:
+        self.has_old_keys |= node.raw_value in KEYS
+
+    def visit_ImportFrom(self, node: cst.ImportFrom) -> None:
+        if isinstance(node.names, cst.ImportStar) or node.module is None:
+            return
+        module = cst.Module([]).code_for_node(node.module)
+        for alias in node.names:
+            name = cst.Module([]).code_for_node(alias.name)
+            known_as = alias.asname.name if alias.asname is not None else alias.name
+            self.imported[cst.Module([]).code_for_node(known_as)] = f"{module}.{name}"
+
+    def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
+        self.bound.add(node.name.value)
+
+    def visit_ClassDef(self, node: cst.ClassDef) -> None:
+        self.bound.add(node.name.value)
+
+    def visit_Param(self, node: cst.Param) -> None:
+        self.bound.add(node.name.value)
+
+    def is_free(self, name: str, dotted: str) -> bool:
+        """Whether a name can be bound to an import of `dotted` without a conflict."""
+        return name not in self.bound and canonical(self.imported.get(name, dotted)) == dotted
+
 
 _MONITORS = {"EarlyStopping": 0, "ReduceLROnPlateau": 0, "ModelCheckpoint": 1}
-"""Callbacks, and which of their arguments without a name is the key that they watch."""
+"""Callbacks, and the position of their `monitor` argument."""
 
 _METRICS_OF_COMPILE = 2
 _COMPUTED = (
@@ -22,7 +85,7 @@ _COMPUTED = (
 
 
 class Keys(Step):
-    """Rewrites keys where they are read, watched, put into names of files, and asked for."""
+    """Rewrites keys where they are read, monitored, formatted into file names, or compiled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +149,7 @@ class Keys(Step):
 
 
 def _with_new(node: cst.Call, place: int, change: Any) -> cst.Call:
-    """A call with one of its arguments changed, if that is given without a name."""
+    """A call with one positional argument changed."""
     args = list(node.args)
     first = args[: place + 1]
     if len(first) <= place or any(arg.keyword is not None or arg.star for arg in first):
@@ -96,7 +159,7 @@ def _with_new(node: cst.Call, place: int, change: Any) -> cst.Call:
 
 
 def _with_new_file_names(node: cst.Call) -> cst.Call:
-    """Names of checkpoints such as `{epoch}-{val_acc:.2f}`."""
+    """File names of checkpoints such as `{epoch}-{val_acc:.2f}`."""
     args = []
     for arg in node.args:
         if isinstance(arg.value, cst.SimpleString):
@@ -115,7 +178,7 @@ def _new_key(node: Any) -> Any:
 
 
 def _new_keys(node: Any) -> Any:
-    """The same for all of a list, or of a dictionary's values."""
+    """Apply to all items of a list or values of a dictionary."""
     if isinstance(node, (cst.List, cst.Tuple, cst.Dict)):
         elements = [
             element.with_changes(value=_new_keys(element.value)) for element in node.elements

@@ -1,4 +1,4 @@
-"""Notebooks: their code cells are migrated as one program, and each keeps its place.
+"""Notebooks: their code cells are migrated as one program, and stay separate cells.
 
 A cell may use what another one imported, so none can be read alone. Lines that IPython alone
 understands stand aside while the rest is read as Python.
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from unisono.compat.migrate.remarks import Remark, lines_of, remarks_in
+from unisono.compat.migrate.files import Remark, lines_of, remarks_in
 from unisono.compat.syntax import check_syntax
 from unisono.errors import SourceError
 
@@ -21,7 +21,7 @@ Changes = list[tuple[str, list[str], list[str]]]
 
 
 def migrate_notebook(content: bytes, place: str) -> tuple[bytes, Changes, list[Remark]]:
-    """The migrated notebook, what changed in which cell, and what is left for a person."""
+    """A migrated notebook, the changes of each cell, and what is left for the user."""
     notebook = _parse(content, place)
     cells = _code_cells(notebook, place)
     texts = {number: _source(cell, place) for number, cell in cells.items()}
@@ -46,7 +46,7 @@ def migrate_notebook(content: bytes, place: str) -> tuple[bytes, Changes, list[R
 
 @dataclass
 class _Marks:
-    """Comments that tell cells apart while they are one program, and what stands aside."""
+    """Comments that separate the cells in the joint program, and lines that are set aside."""
 
     word: str
     aside: list[str] = field(default_factory=list)
@@ -146,7 +146,7 @@ def _migrated(texts: dict[int, str | None], marks: _Marks, place: str) -> str:
 
 
 def _split(code: str, marks: _Marks) -> dict[int, str]:
-    """The cells of a migrated program, with what stood aside back in its place."""
+    """The cells of a migrated program, with the lines that were set aside."""
     found: dict[int, list[str]] = {}
     number = 0
     # Each cell was given a line end of its own.

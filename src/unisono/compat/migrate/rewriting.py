@@ -1,4 +1,4 @@
-"""Old names, methods and arguments in a program's expressions, replaced by today's."""
+"""Replaces old names, methods and arguments in a program's expressions."""
 
 from typing import Any
 
@@ -7,7 +7,6 @@ from libcst.metadata import ParentNodeProvider, QualifiedNameProvider
 
 from unisono.compat.knowledge import IMAGES, METHODS, MODULES, Change
 from unisono.compat.lookup import canonical, change_of, gone_with, today
-from unisono.compat.migrate.api import is_in_keras
 from unisono.compat.migrate.calls import (
     CALLS,
     OPTIMIZERS,
@@ -15,11 +14,9 @@ from unisono.compat.migrate.calls import (
     translate_method,
     translate_optimizer,
 )
-from unisono.compat.migrate.expressions import expression, source_of
-from unisono.compat.migrate.facts import Facts
-from unisono.compat.migrate.file_names import FILE_NAMES, has_old_file_name
-from unisono.compat.migrate.python_2 import PYTHON_2
-from unisono.compat.migrate.statements import Step, removed
+from unisono.compat.migrate.imports import is_in_keras
+from unisono.compat.migrate.keys import Facts
+from unisono.compat.migrate.steps import Step, expression, removed, source_of
 
 _METHODS = {method.old: method for method in METHODS}
 _RENAMED_METHODS = {method.old: method for method in METHODS if not method.parameters}
@@ -28,7 +25,7 @@ _OF_MODELS = ("reset_states",)
 
 
 class Rewriting(Step):
-    """Rewrites expressions; imports are left to the step after it."""
+    """Rewrites expressions; a later step rewrites the imports."""
 
     METADATA_DEPENDENCIES = (QualifiedNameProvider, ParentNodeProvider)
 
@@ -42,7 +39,7 @@ class Rewriting(Step):
         node.visit(self._facts)
 
     def need(self, statement: str) -> None:
-        """Have an import statement added, if it is not there."""
+        """Request an import statement."""
         self._needed.add(statement)
 
     # -- names -------------------------------------------------------------------------------------
@@ -114,7 +111,7 @@ class Rewriting(Step):
         return node.with_changes(value=value, attr=cst.Name(rest[-1]))
 
     def _moved(self, old: str, node: cst.Attribute) -> Any:
-        """A module that went: `keras.layers.core` is `keras.layers`."""
+        """A removed module: `keras.layers.core` is `keras.layers`."""
         parent = old.rpartition(".")[0]
         if MODULES[old] == MODULES.get(parent, parent):
             return node.value
@@ -136,7 +133,7 @@ class Rewriting(Step):
         return isinstance(node, cst.Attribute) and node.attr.value == "optimizer"
 
     def _is_handled_above(self, node: cst.CSTNode) -> bool:
-        """Whether what the name is part of is translated as a whole."""
+        """Whether an outer expression is translated as a whole."""
         parent = self.get_metadata(ParentNodeProvider, node, None)
         if isinstance(parent, cst.Attribute) and parent.value is node:
             outer = self.dotted(parent)
@@ -195,3 +192,38 @@ class Rewriting(Step):
             return updated
         function = updated.func.with_changes(attr=cst.Name("reset_state"))
         return updated.with_changes(func=function)
+
+
+FILE_NAMES = (
+    "Keras 3 names files of weights *.weights.h5, and checkpoints of models *.keras or *.h5: "
+    "rename this one, and where it is loaded."
+)
+
+
+def has_old_file_name(call: cst.Call) -> bool:
+    """Whether a call names a weight file or a checkpoint as only Keras 2 allows."""
+    function = call.func
+    name = source_of(function.attr if isinstance(function, cst.Attribute) else function)
+    if name not in ("save_weights", "ModelCheckpoint") or not call.args:
+        return False
+    by_name = {source_of(arg.keyword): arg.value for arg in call.args if arg.keyword is not None}
+    first = by_name.get("filepath") or call.args[0].value
+    if not isinstance(first, cst.SimpleString):
+        return False
+    only = by_name.get("save_weights_only")
+    is_weights = name == "save_weights" or (only is not None and source_of(only) == "True")
+    endings = (".weights.h5",) if is_weights else (".keras", ".h5")
+    return not str(first.raw_value).endswith(endings)
+
+
+PYTHON_2 = {
+    "xrange": "range",
+    "raw_input": "input",
+    "unicode": "str",
+    "basestring": "str",
+    "long": "int",
+    "unichr": "chr",
+    "execfile": "exec(open(name).read())",
+    "reduce": "functools.reduce",
+    "reload": "importlib.reload",
+}

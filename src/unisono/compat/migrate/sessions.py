@@ -1,4 +1,4 @@
-"""Settings of sessions, gathered from their statements into one call of `unisono.configure`.
+"""Session settings, collected from several statements into one `unisono.configure` call.
 
 Understood are the spellings that guides of the time taught: a `ConfigProto` in a variable, fields
 set one by one, a session made with it and handed to Keras. Anything else is left to a person.
@@ -11,8 +11,16 @@ import libcst as cst
 
 from unisono.compat.knowledge import IGNORED_SETTINGS, SETTINGS
 from unisono.compat.lookup import change_of
-from unisono.compat.migrate.expressions import bound, call, expression, keyword, literal, source_of
-from unisono.compat.migrate.statements import Step, removed
+from unisono.compat.migrate.steps import (
+    Step,
+    bound,
+    call,
+    expression,
+    keyword,
+    literal,
+    removed,
+    source_of,
+)
 
 Values = dict[str, cst.BaseExpression]
 _CONFIG, _OPTIONS = "tensorflow.ConfigProto", "tensorflow.GPUOptions"
@@ -21,14 +29,14 @@ _SET_SESSION = "keras.backend.set_session"
 
 
 class Sessions(Step):
-    """Looks at one block of statements after the other."""
+    """Rewrites sessions, one block of statements at a time."""
 
     def __init__(self, needed: set[str]) -> None:
         super().__init__()
         self._needed = needed
         self._uses: dict[str, int] = {}
         self._plans: dict[cst.CSTNode, Any] = {}
-        """What becomes of a statement: a new call, "remove", or a remark in its place."""
+        """The replacement of a statement: a new call, "remove", or a remark."""
 
     def visit_Module(self, node: cst.Module) -> None:
         self._uses = _count_names(node)
@@ -50,7 +58,7 @@ class Sessions(Step):
         return updated_node.with_changes(body=[cst.Expr(plan)])
 
     def _plan(self, body: Sequence[cst.CSTNode]) -> None:
-        """Decide what becomes of the statements of a block that make one session."""
+        """Plan the replacement of the statements of a block that make a session."""
         found = _Found()
         for statement in body:
             small = _only(statement)
@@ -157,7 +165,7 @@ class Sessions(Step):
 
 
 class _Found:
-    """The statements of a block that make one session, as far as they were read."""
+    """The statements of a block that make a session."""
 
     def __init__(self) -> None:
         self.statements: list[cst.CSTNode] = []
@@ -165,7 +173,7 @@ class _Found:
         self.values: Values = {}
         self.num_mentions = 0
         self.end: cst.CSTNode | None = None
-        """Where the session is made: the place of the new call."""
+        """The statement that makes the session, which the new call replaces."""
         self.is_unclear = False
 
     def take(self, statement: cst.CSTNode, name: str | None, num_mentions: int) -> None:
@@ -183,7 +191,7 @@ class _Found:
 
 
 def _arguments(values: Values) -> list[cst.Arg] | None:
-    """The arguments of `configure` that settings mean; None where a person has to decide."""
+    """The arguments of `configure` for settings; None if the user has to decide."""
     found: dict[str, cst.BaseExpression] = {}
     for field in sorted(
         values, key=lambda name: list(SETTINGS).index(name) if name in SETTINGS else -1
@@ -212,7 +220,7 @@ def _arguments(values: Values) -> list[cst.Arg] | None:
 
 
 def _is_pinned(values: Values) -> bool:
-    """Whether each process takes the GPU of its local rank, as `unisono run` gives them out."""
+    """Whether each process takes the GPU of its local rank, as under `unisono run`."""
     value = values.get("gpu_options.visible_device_list")
     return value is not None and "local_rank" in source_of(value)
 

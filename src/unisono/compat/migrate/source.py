@@ -1,4 +1,4 @@
-"""The migration of one program's source: the steps in their order."""
+"""The migration of a program's source: the steps in order."""
 
 import contextlib
 import sys
@@ -9,22 +9,21 @@ from typing import Any
 import libcst as cst
 from libcst.metadata import MetadataWrapper
 
-from unisono.compat.migrate.additions import add_imports
-from unisono.compat.migrate.imports import Imports, names_in_use
+from unisono.compat.migrate.files import Remark, lines_of, remarks_in
+from unisono.compat.migrate.imports import Imports, add_imports, names_in_use
 from unisono.compat.migrate.keys import Keys
-from unisono.compat.migrate.remarks import Remark, lines_of, remarks_in
 from unisono.compat.migrate.rewriting import Rewriting
 from unisono.compat.migrate.sessions import Sessions
 from unisono.compat.syntax import check_syntax, too_deep
 from unisono.errors import SourceError
 
-_MOST_ROUNDS = 5
-_MOST_FRAMES = 20_000
+_MAX_ROUNDS = 5
+_MAX_FRAMES = 20_000
 
 
 @dataclass(frozen=True)
 class Migrated:
-    """A migrated program, and what is left for a person."""
+    """A migrated program, and what is left for the user."""
 
     code: bytes
     lines_before: list[str]
@@ -33,7 +32,7 @@ class Migrated:
 
 
 def migrate_source(code: bytes, place: str) -> Migrated:
-    """Rewrite a program; `place` is what messages call it. SourceError where it is no Python 3.
+    """Rewrite a program; `place` names it in messages. SourceError if it is not Python 3.
 
     >>> migrated = migrate_source(b"from keras.optimizers import sgd\\n", "old.py")
     >>> migrated.code
@@ -58,9 +57,9 @@ def migrate_source(code: bytes, place: str) -> Migrated:
 
 @contextlib.contextmanager
 def _deep_recursion() -> Iterator[None]:
-    """Room for a sum of many terms, which is as deep as it is long; several frames for each."""
+    """A higher recursion limit: the tree of a sum of many terms is as deep as it is long."""
     before = sys.getrecursionlimit()
-    sys.setrecursionlimit(max(before, _MOST_FRAMES))
+    sys.setrecursionlimit(max(before, _MAX_FRAMES))
     try:
         yield
     finally:
@@ -68,9 +67,9 @@ def _deep_recursion() -> Iterator[None]:
 
 
 def translate(module: cst.Module) -> cst.Module:
-    """The module with today's names, to which nothing more is to be done."""
-    for _ in range(_MOST_ROUNDS):
-        # An import that was added may tell what a name is which nothing told before.
+    """The migrated module: repeats the steps until nothing changes."""
+    for _ in range(_MAX_ROUNDS):
+        # An added import may resolve a name that was unknown before.
         before, module = module.code, _translate_once(module)
         if module.code == before:
             break
@@ -88,7 +87,7 @@ def _translate_once(module: cst.Module) -> cst.Module:
 
 
 def _with_header_in_body(module: cst.Module) -> cst.Module:
-    """The same code, where comments above the first statement belong to it, as to any other."""
+    """The same code, with the comments above the first statement attached to it."""
     if not module.header or not module.body:
         return module
     first: Any

@@ -1,1 +1,1 @@
-"""A place for `unisono.horovod.tensorflow.keras`; the interface is that of `unisono.horovod`."""
+"""The package of `unisono.horovod.tensorflow.keras`, which is `unisono.horovod`."""

@@ -1,0 +1,144 @@
+"""torch as a framework: device settings, joining a run, and state beside Keras' variables.
+
+Nothing of torch is imported before it is needed: settings are made before Keras chooses a backend.
+"""
+
+import base64
+import contextlib
+import functools
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from unisono.devices import Grant, Policy, has_cuda_started
+
+if TYPE_CHECKING:
+    from unisono.launch.client import World
+
+_ALLOCATOR = "PYTORCH_ALLOC_CONF"
+_OLD_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+_EXPANDABLE = "expandable_segments:True"
+_DRAWS = (
+    *("normal", "randint", "randn", "randn_like", "rand", "rand_like", "bernoulli"),
+    *("binomial", "multinomial"),
+)
+
+
+class TorchFramework:
+    """See base.Framework. CUDA starts late and threads can be set at any time, but the workers of
+    unisono start early."""
+
+    name = "torch"
+    title = "torch"
+    first_use = "`import keras`, which asks CUDA for its GPUs, or `unisono.parallel`"
+    needs_even_batches = False
+    donates_buffers = False
+
+    # -- device settings -----------------------------------------------------------------------
+
+    def why_too_late(self, torch: Any, policy: Policy) -> str | None:
+        team = sys.modules.get("unisono.backends.torch.worker_pool")
+        if team is not None and team.has_started():
+            return "unisono has started torch's worker processes"
+        if policy.gpus is not None and has_cuda_started():
+            return "CUDA has started in this process"
+        if policy.memory is not None and torch.cuda.is_initialized():
+            return "torch has started its GPUs"
+        return None
+
+    def set_variables(self, grant: Grant) -> None:
+        if not grant.is_growing:
+            return
+        name = _OLD_ALLOCATOR if _OLD_ALLOCATOR in os.environ else _ALLOCATOR
+        own = [part for part in os.environ.get(name, "").split(",") if part]
+        if not any(part.startswith("expandable_segments") for part in own):
+            os.environ[name] = ",".join([*own, _EXPANDABLE])
+
+    def apply(self, torch: Any, grant: Grant) -> None:
+        if grant.cpu_threads is not None:
+            torch.set_num_threads(grant.cpu_threads)
+            # Fixed by the first work of that kind; nothing in Keras does any.
+            with contextlib.suppress(RuntimeError):
+                torch.set_num_interop_threads(grant.cpu_threads)
+        if grant.limit_bytes is not None:
+            # Setting it starts CUDA, which is for the program to do.
+            torch.cuda._lazy_call(lambda: _limit_memory(torch, grant))
+
+    # -- joining a run -------------------------------------------------------------------------
+
+    def join(self, world: "World") -> None:
+        from unisono.backends.torch.process_group import join
+
+        join(world)
+
+    def join_keras(self, world: "World") -> None:
+        """Reduce the gradients of torch's own optimizers in custom training loops."""
+        from unisono.backends.torch.native_optimizers import hook_for_good
+
+        hook_for_good(world)
+
+    # -- state ---------------------------------------------------------------------------------
+
+    def set_seed(self, seed: int) -> None:
+        import torch
+
+        torch.manual_seed(seed)
+
+    def random_state(self) -> str:
+        import torch
+
+        return base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()
+
+    def set_random_state(self, state: str) -> None:
+        import torch
+
+        found = bytearray(base64.b64decode(state))
+        torch.set_rng_state(torch.frombuffer(found, dtype=torch.uint8))
+
+    def native_optimizers(self, model: Any) -> list[Any]:
+        import torch
+
+        return [v for v in vars(model).values() if isinstance(v, torch.optim.Optimizer)]
+
+    def native_optimizer_state(self, model: Any) -> list[tuple[str, Any]]:
+        from unisono.backends.torch.native_optimizers import native_state
+
+        return native_state(model)
+
+    def trial_state(self, model: Any) -> list[Callable[[], Any]]:
+        """Generators, `.grad` of variables (cleared for the trial) and buffers of layers."""
+        from unisono.backends.torch.devices import generators
+
+        values = [variable.value for variable in model.trainable_variables]
+        found: list[Callable[[], Any]] = [
+            *(functools.partial(g.set_state, g.get_state()) for g in generators()),
+            *(functools.partial(setattr, value, "grad", value.grad) for value in values),
+        ]
+        for value in values:
+            value.grad = None
+        buffers = {id(b): b for layer in model._flatten_layers() for b in layer.buffers()}
+        return [*found, *(functools.partial(b.copy_, b.clone()) for b in buffers.values())]
+
+    def drawing_functions(self) -> list[tuple[Any, str]]:
+        import torch
+
+        return [(torch, name) for name in _DRAWS]
+
+    def dropout_functions(self) -> list[tuple[Any, str]]:
+        import torch
+
+        return [(torch.nn.functional, "dropout")]
+
+    def is_saved_collectively(self, callback: Any) -> bool:
+        return False
+
+    def save_collectively(self, callback: Any) -> None:
+        """No callback does."""
+
+
+def _limit_memory(torch: Any, grant: Grant) -> None:
+    assert grant.limit_bytes is not None
+    for i in range(torch.cuda.device_count()):
+        total = torch.cuda.get_device_properties(i).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, grant.limit_bytes / total), i)

@@ -1,0 +1,144 @@
+"""A replica's copy of a model: the hooks on it, its part of each step, and its variables.
+
+The process that runs `fit`, each of its workers and each process of a run hold one copy. Outside of
+steps only the first replica's values count: what was changed there is broadcast before a step.
+"""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import keras
+import torch
+
+from unisono.backends.torch.devices import default_device
+from unisono.backends.torch.native_optimizers import hooked
+from unisono.backends.torch.process_group import Group
+from unisono.backends.torch.replica import (
+    TorchReplica,
+    count_rows,
+    current_replica,
+    has_rows,
+    stepping,
+)
+from unisono.hooks import original
+from unisono.replication.introspection import seed_states
+from unisono.replication.loss_check import find_kinds, num_rows_tried
+from unisono.replication.loss_kinds import LossKinds
+from unisono.replication.replication import Kernels, Replication
+from unisono.replication.step import SEED_STRIDE, StepState
+
+
+class ModelCopy:
+    """The copy of one model in this process."""
+
+    def __init__(
+        self, model: keras.Model, *, sync_batch_norm: bool, kernels: Kernels | None = None
+    ) -> None:
+        self.model = model
+        self.sync_batch_norm = sync_batch_norm
+        self.replication = Replication(
+            model, current_replica, sync_batch_norm=sync_batch_norm, kernels=kernels
+        )
+        self.changes = ChangeTracker()
+
+    @property
+    def is_built(self) -> bool:
+        return all(layer.built for layer in self.model._flatten_layers())
+
+    def run_step(self, name: str, data: Any, replica: TorchReplica) -> Any:
+        """Run a step on a replica's rows; returns its logs, or the predictions for all rows."""
+        with hooked(), stepping(replica):
+            if name != "predict_step":
+                return self.replication.run(name, data)
+            outputs = original(self.model, name)(data)
+            return keras.tree.map_structure(replica.gather_rows, outputs)
+
+    def find_kinds(self, name: str, data: Any) -> LossKinds:
+        """Try a step, to learn whether its losses are means or sums over rows: see loss_check."""
+        self.replication.prepare()
+        num_rows = count_rows(data)
+        count = num_rows_tried(num_rows)
+
+        def repeated(times: int) -> Any:
+            return keras.tree.map_structure(
+                lambda leaf: (
+                    torch.cat([leaf[:count]] * times) if has_rows(leaf, num_rows) else leaf
+                ),
+                data,
+            )
+
+        def try_step(has_twin: bool, state: StepState) -> None:
+            group = cast(Group, _Twins(2 if has_twin else 1))
+            replica = TorchReplica(group, 2 * count)
+            replica.state = state
+            self.run_step(name, repeated(1 if has_twin else 2), replica)
+
+        return find_kinds(self.model, name, try_step)
+
+    def follow_first(self, group: Group, places: Sequence[int]) -> None:
+        """Overwrite tracked variables, by position, with the first replica's; a collective.
+
+        Which variables are trainable follows as well.
+        """
+        variables = self.changes.variables
+        trainable = torch.tensor([bool(v._trainable) for v in variables], device=group.device)
+        group.broadcast([*(variables[i]._value for i in places), trainable])
+        if group.rank == 0:
+            return
+        seeds = {id(state) for state in seed_states(self.model)}
+        for i in places:
+            if id(variables[i]) in seeds:
+                # A random stream per replica, so that no two draw the same dropout masks.
+                variables[i]._value.data[0] += group.rank * SEED_STRIDE
+        for variable, is_trainable in zip(variables, trainable.tolist(), strict=True):
+            if variable._trainable != is_trainable:
+                variable.trainable = is_trainable
+
+
+class ChangeTracker:
+    """Finds the variables that were written outside of a step, by torch's version counters."""
+
+    def __init__(self) -> None:
+        self.variables: list[Any] = []
+        self._seen: dict[int, tuple[int, int, bool]] = {}
+
+    def watch(self, variables: Sequence[Any]) -> None:
+        """Track these variables from now on; those that are new count as changed."""
+        self.variables = list(variables)
+        self._seen = {id(v): seen for v in variables if (seen := self._seen.get(id(v)))}
+
+    def forget(self) -> None:
+        """Count every variable as changed."""
+        self._seen = {}
+
+    def changed(self) -> list[int]:
+        """The positions of variables that differ from when they were noted."""
+        return [i for i, v in enumerate(self.variables) if self._seen.get(id(v)) != _version(v)]
+
+    def note(self) -> None:
+        """All replicas have the same values now."""
+        self._seen = {id(v): _version(v) for v in self.variables}
+
+
+def _version(variable: Any) -> tuple[int, int, bool]:
+    value = variable._value
+    return id(value), value._version, bool(variable._trainable)
+
+
+class _Twins:
+    """A group of replicas that all have the same rows as this one; see process_group.Group."""
+
+    rank = 0
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.device = default_device()
+
+    def all_reduce(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [tensor.detach() * self.size for tensor in tensors]
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return [tensor.detach()] * self.size
+
+    def gather_rows(self, tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+        return self.all_gather(tensor)
