@@ -6,7 +6,7 @@ from typing import Any
 
 from unisono.errors import DisagreementError
 from unisono.launch.client import World, current_world
-from unisono.replication.random_state import set_seed
+from unisono.replication.random_state import SEED_STRIDE, set_seed
 from unisono.topology import topology
 
 
@@ -72,9 +72,6 @@ def world_of_session() -> World | None:
     return current_world()
 
 
-_STRIDE = 1_000_003
-
-
 def seed_processes() -> None:
     """Give this process its own seed.
 
@@ -84,7 +81,7 @@ def seed_processes() -> None:
     """
     world = current_world()
     if world is not None:
-        set_seed((world.seed + world.rank * _STRIDE) % 2**31)
+        set_seed((world.seed + world.rank * SEED_STRIDE) % 2**31)
 
 
 class ProcessSet:

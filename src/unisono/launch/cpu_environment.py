@@ -52,6 +52,6 @@ def thread_environment(count: int, *, is_on_gpus: bool, is_pinned: bool) -> dict
 def malloc_environment(env: Mapping[str, str]) -> dict[str, str]:
     """glibc's tunables; none where the user has chosen an allocator or its settings."""
     is_chosen = any(name == TUNABLES or name.startswith("MALLOC_") for name in env)
-    if is_chosen or "malloc" in env.get("LD_PRELOAD", ""):
+    if is_chosen or "malloc" in env.get("LD_PRELOAD", "") or not is_tuned(env):
         return {}
     return {TUNABLES: ":".join(f"glibc.malloc.{name}={value}" for name, value in _MALLOC.items())}

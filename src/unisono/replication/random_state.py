@@ -15,6 +15,10 @@ from unisono import keras_internals
 from unisono.imports import after_import
 from unisono.replication.framework import framework
 
+# Between the seeds of ranks. Large: torch adds the two words of a seed, so that seeds of neighbours
+# must not run into each other.
+SEED_STRIDE = 1_000_003
+
 
 def set_seed(seed: int) -> None:
     """Do what `keras.utils.set_random_seed` does, but seed TensorFlow when it is imported."""

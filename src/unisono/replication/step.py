@@ -17,9 +17,8 @@ from keras.src.backend.common import masking
 
 from unisono.replication.introspection import is_sum_of_samples
 from unisono.replication.loss_kinds import MEAN, SUM, KnownKinds
+from unisono.replication.random_state import SEED_STRIDE as SEED_STRIDE
 
-# A large stride: torch adds the two words of a seed, so neighbours must not count into each other.
-SEED_STRIDE = 1_000_003
 _MOST_ELEMENTS = 4096
 
 
