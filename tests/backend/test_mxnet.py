@@ -84,12 +84,13 @@ MESSAGES = [
     ),
     (
         ["gpu:0"],
-        "Asked for context=['gpu:0']; 'gpu:0' is not a context. Write gpu(0), cpu(0) or a string such "
-        'as "gpu(0)".',
+        "Asked for context=['gpu:0']; 'gpu:0' is not a context. Write gpu(0), cpu(0) or a string "
+        'such as "gpu(0)".',
     ),
     (
         [0],
-        'Asked for context=[0]; 0 is not a context. Write gpu(0), cpu(0) or a string such as "gpu(0)".',
+        "Asked for context=[0]; 0 is not a context. Write gpu(0), cpu(0) or a string such as "
+        '"gpu(0)".',
     ),
     (2, "Asked for context=2; found a int. Give a list such as [gpu(0), gpu(1)]."),
     (
