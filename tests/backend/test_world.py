@@ -17,8 +17,7 @@ from own_loops import BY_HAND, LOOPS, jax_guide_in_scope, stateful_fit
 
 from exactness.case import FLOAT32
 from exactness.cases import CASES
-from exactness.cell import read_cells
-from exactness.compare import largest_deviation
+from exactness.results import largest_deviation, read_cells
 
 HERE = Path(__file__).parent
 BACKEND = keras.backend.backend()

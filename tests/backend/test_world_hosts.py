@@ -10,7 +10,7 @@ from launching import END_S, ended_within, pids_in, wait_for
 from namespaces import make_hosts
 from test_world import HERE
 
-from exactness.cell import read_cells
+from exactness.results import read_cells
 
 BACKEND = keras.backend.backend()
 PORT = 4000

@@ -17,7 +17,7 @@ from callbacks_program import QUICK as CALLBACKS
 from own_loops import BY_HAND, LOOPS, jax_guide_in_scope, stateful_fit
 
 import unisono
-from exactness.tasks import regression
+from exactness.exercise import regression
 
 FOLDER = Path(sys.argv[1])
 RANK = unisono.topology().rank

@@ -19,8 +19,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from exactness.cell import Cell, read_cells, write_cells
-from exactness.table import BACKENDS, column_name, explain, render, write_into
+from exactness.results import (
+    BACKENDS,
+    Cell,
+    column_name,
+    explain,
+    read_cells,
+    render,
+    write_cells,
+    write_into,
+)
 from unisono.scratch import temporary_folder
 
 POLL_S = 0.5

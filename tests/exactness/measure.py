@@ -21,8 +21,7 @@ import keras
 import unisono
 from exactness.case import Case, Results, run_case
 from exactness.cases import CASES
-from exactness.cell import Cell, read_cells
-from exactness.compare import largest_deviation
+from exactness.results import Cell, largest_deviation, read_cells
 from unisono.launch.client import current_world
 
 

@@ -15,7 +15,7 @@ import pytest
 import unisono
 from exactness.case import FLOAT32, Case, run_case
 from exactness.cases import CASES, GROUPS
-from exactness.compare import flatten, largest_deviation
+from exactness.results import flatten, largest_deviation
 
 BACKEND = keras.backend.backend()
 REPLICAS = (2, 3, 4)

@@ -14,7 +14,7 @@ from keras import layers
 
 import unisono
 from exactness.case import FLOAT32, state_of
-from exactness.compare import largest_deviation
+from exactness.results import largest_deviation
 
 FEATURES = 3
 few = functools.partial(settings, derandomize=True, deadline=None, database=None)

@@ -14,7 +14,7 @@ import pytest
 
 import unisono
 from exactness.case import state_of
-from exactness.compare import largest_deviation
+from exactness.results import largest_deviation
 
 ROWS, GLOBAL_BATCH, EPOCHS = 47, 12, 3
 TOLERANCE = 1e-5

@@ -5,7 +5,7 @@ import sys
 import time
 from pathlib import Path
 
-from exactness.cell import Cell, read_cells
+from exactness.results import Cell, read_cells
 
 CASES = ("good", "deadly", "blocking", "last")
 

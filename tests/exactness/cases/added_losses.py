@@ -6,8 +6,7 @@ import keras
 from keras import layers, ops, regularizers
 
 from exactness.case import Adopt, Group, Results
-from exactness.exercise import exercise, sgd, stacked, train
-from exactness.tasks import NUM_FEATURES, Task, regression
+from exactness.exercise import NUM_FEATURES, Task, exercise, regression, sgd, stacked, train
 
 EXTRA_LOSSES = Group("Losses added by layers")
 

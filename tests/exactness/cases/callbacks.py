@@ -9,8 +9,7 @@ import keras
 from keras import callbacks, optimizers
 
 from exactness.case import Adopt, Group, Results, files_in, state_of, to_numpy
-from exactness.exercise import exercise, fit, mlp, sgd
-from exactness.tasks import regression
+from exactness.exercise import exercise, fit, mlp, regression, sgd
 from unisono.scratch import temporary_folder
 
 CALLBACKS = Group("Callbacks")

@@ -6,8 +6,20 @@ import keras
 from keras import optimizers
 
 from exactness.case import SEED, Adopt, Group, Results, by_position, state_of
-from exactness.exercise import evaluate, exercise, fit, mlp, predict, sgd, train
-from exactness.tasks import GLOBAL_BATCH, TEST_ROWS, classes, regression, row_weights
+from exactness.exercise import (
+    GLOBAL_BATCH,
+    TEST_ROWS,
+    classes,
+    evaluate,
+    exercise,
+    fit,
+    mlp,
+    predict,
+    regression,
+    row_weights,
+    sgd,
+    train,
+)
 
 FIT = Group("Arguments of fit")
 BATCHES = Group("Single batches")

@@ -8,8 +8,7 @@ import keras
 from keras import layers, ops
 
 from exactness.case import Adopt, Group, Results, to_numpy
-from exactness.exercise import stacked, train
-from exactness.tasks import NUM_FEATURES, NUM_STEPS, NUM_TOKENS, tokens
+from exactness.exercise import NUM_FEATURES, NUM_STEPS, NUM_TOKENS, stacked, tokens, train
 
 DROPOUT = Group("Dropout and noise")
 NO_GLOBAL_SEED = {"jax": "Keras has no global seed in compiled steps there"}

@@ -7,8 +7,7 @@ import numpy as np
 from keras import layers
 
 from exactness.case import Adopt, Group, Results, to_numpy
-from exactness.exercise import exercise, mlp, sgd, stacked, train
-from exactness.tasks import (
+from exactness.exercise import (
     GLOBAL_BATCH,
     NUM_CLASSES,
     NUM_FEATURES,
@@ -17,11 +16,16 @@ from exactness.tasks import (
     TEST_ROWS,
     Task,
     classes,
+    exercise,
     labels,
+    mlp,
     numbers,
     row_weights,
+    sgd,
     split,
+    stacked,
     step_weights,
+    train,
 )
 
 INPUTS = Group("Inputs and outputs")

@@ -6,8 +6,17 @@ import keras
 from keras import losses, ops
 
 from exactness.case import Adopt, Group, Results
-from exactness.exercise import mlp, sgd, train
-from exactness.tasks import ROWS, TEST_ROWS, binary, classes, regression, row_weights
+from exactness.exercise import (
+    ROWS,
+    TEST_ROWS,
+    binary,
+    classes,
+    mlp,
+    regression,
+    row_weights,
+    sgd,
+    train,
+)
 
 LOSSES = Group("Losses")
 

@@ -8,8 +8,16 @@ from keras import metrics, ops
 
 from exactness.case import Adopt, Group, Results
 from exactness.cases.sequences import tagger
-from exactness.exercise import mlp, train
-from exactness.tasks import GLOBAL_BATCH, TEST_ROWS, binary, classes, row_weights, tagged_tokens
+from exactness.exercise import (
+    GLOBAL_BATCH,
+    TEST_ROWS,
+    binary,
+    classes,
+    mlp,
+    row_weights,
+    tagged_tokens,
+    train,
+)
 
 METRICS = Group("Metrics")
 watch = functools.partial(train, test_batch=GLOBAL_BATCH)  # two test batches of different sizes

@@ -6,8 +6,7 @@ import keras
 from keras import layers
 
 from exactness.case import Adopt, Group, Results
-from exactness.exercise import mlp, stacked, train
-from exactness.tasks import NUM_FEATURES, images, numbers, regression, split
+from exactness.exercise import NUM_FEATURES, images, mlp, numbers, regression, split, stacked, train
 
 MODELS = Group("Kinds of models")
 

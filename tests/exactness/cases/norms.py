@@ -8,8 +8,7 @@ from typing import Any
 from keras import layers, optimizers
 
 from exactness.case import Adopt, Group, Results
-from exactness.exercise import stacked, train
-from exactness.tasks import (
+from exactness.exercise import (
     NUM_CLASSES,
     NUM_FEATURES,
     NUM_STEPS,
@@ -17,7 +16,9 @@ from exactness.tasks import (
     images,
     numbers,
     split,
+    stacked,
     tokens,
+    train,
 )
 
 NORMS = Group("Normalization")

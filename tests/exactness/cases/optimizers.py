@@ -8,8 +8,7 @@ from keras import optimizers
 from keras.optimizers import schedules
 
 from exactness.case import Adopt, Group, Results, Run
-from exactness.exercise import exercise, fit, mlp, sgd, train
-from exactness.tasks import regression
+from exactness.exercise import exercise, fit, mlp, regression, sgd, train
 
 OPTIMIZERS = Group("Optimizers")
 SCHEDULES = Group("Learning-rate schedules")

@@ -8,8 +8,17 @@ import keras
 from keras import layers, optimizers
 
 from exactness.case import Adopt, Group, Results
-from exactness.exercise import exercise, mlp, sgd, stacked, train
-from exactness.tasks import NUM_CLASSES, Task, images, regression
+from exactness.exercise import (
+    NUM_CLASSES,
+    Task,
+    exercise,
+    images,
+    mlp,
+    regression,
+    sgd,
+    stacked,
+    train,
+)
 
 PRECISION = Group("Mixed precision")
 

@@ -6,16 +6,17 @@ import keras
 from keras import layers, optimizers
 
 from exactness.case import Adopt, Group, Results
-from exactness.exercise import stacked, train
-from exactness.tasks import (
+from exactness.exercise import (
     NUM_CLASSES,
     NUM_STEPS,
     NUM_TOKENS,
     Task,
     numbers,
     split,
+    stacked,
     tagged_tokens,
     tokens,
+    train,
 )
 
 SEQUENCES = Group("Embeddings, masks and recurrent layers")

@@ -6,8 +6,7 @@ from typing import Any
 from keras import layers
 
 from exactness.case import Adopt, Group, Results, state_of
-from exactness.exercise import evaluate, fit, predict, sgd, stacked
-from exactness.tasks import NUM_FEATURES, regression
+from exactness.exercise import NUM_FEATURES, evaluate, fit, predict, regression, sgd, stacked
 
 SIZES = Group("Data sizes")
 STEPS = 20

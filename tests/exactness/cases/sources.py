@@ -8,8 +8,7 @@ import numpy as np
 
 from exactness.case import Adopt, Group, Results, state_of
 from exactness.cases.inputs import LOSS_OF_EACH, two_part_data, two_parts, weights_by_output
-from exactness.exercise import mlp, sgd, train
-from exactness.tasks import GLOBAL_BATCH, ROWS, Task, regression, rows
+from exactness.exercise import GLOBAL_BATCH, ROWS, Task, mlp, regression, rows, sgd, train
 
 SOURCES = Group("Sources of data")
 NUM_EPOCHS = 4

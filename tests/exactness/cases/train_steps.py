@@ -9,8 +9,16 @@ import keras
 from keras import layers, ops
 
 from exactness.case import Adopt, Group, Results, by_position, optimizer_state, state_of
-from exactness.exercise import evaluate, fit, sgd, train
-from exactness.tasks import NUM_FEATURES, TEST_ROWS, regression, row_weights
+from exactness.exercise import (
+    NUM_FEATURES,
+    TEST_ROWS,
+    evaluate,
+    fit,
+    regression,
+    row_weights,
+    sgd,
+    train,
+)
 
 TRAIN_STEPS = Group("Own train_step")
 

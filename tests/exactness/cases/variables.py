@@ -6,8 +6,15 @@ import keras
 from keras import layers, ops, optimizers
 
 from exactness.case import Adopt, Group, Results
-from exactness.exercise import stacked, train
-from exactness.tasks import GLOBAL_BATCH, NUM_CLASSES, NUM_FEATURES, classes, regression
+from exactness.exercise import (
+    GLOBAL_BATCH,
+    NUM_CLASSES,
+    NUM_FEATURES,
+    classes,
+    regression,
+    stacked,
+    train,
+)
 
 VARIABLES = Group("Frozen, unused and stateful variables")
 

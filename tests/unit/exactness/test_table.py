@@ -1,12 +1,70 @@
-"""The exactness table in Markdown, and the document that it is written into."""
+"""The exactness table: how runs are compared, its Markdown, and the command that measures it."""
 
 import math
+import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
+import stand_in_measure
 
-from exactness.__main__ import merged
-from exactness.cell import Cell, read_cells, write_cells
-from exactness.table import MARKER, entry, number, render, write_into
+from exactness.__main__ import measure_backend, merged
+from exactness.results import (
+    MARKER,
+    Cell,
+    distance,
+    entry,
+    flatten,
+    largest_deviation,
+    number,
+    read_cells,
+    render,
+    write_cells,
+    write_into,
+)
+
+
+@pytest.mark.parametrize(
+    ("expected", "actual", "apart"),
+    [
+        (1.0, 1.0, 0.0),
+        (0.5, 0.25, 0.25),
+        (-100.0, -101.0, 0.01),
+        ([math.nan, 1.0], [math.nan, 1.0], 0.0),
+        ([math.nan, 1.0], [0.0, 1.0], math.inf),
+        ([math.inf], [math.inf], 0.0),
+        ([math.inf], [1.0], math.inf),
+        ([1.0, 2.0], [1.0], math.inf),
+        ([], [], 0.0),
+    ],
+)
+def test_distance_of_numbers(expected, actual, apart):
+    assert distance(np.asarray(expected), np.asarray(actual)) == pytest.approx(apart)
+
+
+def test_distance_of_other_leaves_is_all_or_nothing():
+    assert distance("epoch ends", "epoch ends") == 0.0
+    assert distance(None, None) == 0.0
+    assert distance("epoch ends", "epoch begins") == math.inf
+    assert distance(None, 1.0) == math.inf
+
+
+def test_largest_deviation_says_where():
+    expected = {"weights": [np.zeros(2), np.zeros(3)], "loss": 1.0}
+    actual = {"weights": [np.zeros(2), np.array([0.0, 0.5, 0.0])], "loss": 1.1}
+    found = largest_deviation(expected, actual)
+    assert (found.value, found.where) == (0.5, "weights[1]")
+
+
+def test_a_missing_result_is_infinitely_far():
+    found = largest_deviation({"loss": 1.0, "val_loss": 1.0}, {"loss": 1.0})
+    assert found.value == math.inf
+    assert "val_loss" in found.where
+
+
+def test_flatten_names_every_leaf():
+    nested = {"a": [1, {"b": 2}], "c": (3,)}
+    assert dict(flatten(nested)) == {"a[0]": 1, "a[1]/b": 2, "c[0]": 3}
 
 
 def cell(backend="jax", replicas=2, case="adam", position=0, **found):
@@ -81,3 +139,24 @@ def test_a_page_without_markers_is_left_alone(tmp_path):
     with pytest.raises(ValueError, match="Put two of them"):
         write_into(page, "new\n")
     assert page.read_text() == "text\n"
+
+
+STAND_IN = [sys.executable, str(Path(stand_in_measure.__file__))]
+
+
+def test_each_failure_becomes_a_visible_cell(tmp_path, capsys):
+    cells = measure_backend("jax", STAND_IN, folder=tmp_path, timeout_s=6)
+    assert [(cell.case, cell.deviation, cell.error) for cell in cells] == [
+        ("good", 1e-7, None),
+        ("deadly", None, "ended with code 3"),
+        ("blocking", None, "gave no result within 6 s"),
+        ("last", 1e-7, None),
+    ]
+    assert [cell.failed for cell in cells] == [False, True, True, False]
+    assert "JAX 2: good: 1.0e-07" in capsys.readouterr().out
+
+
+def test_a_process_that_never_starts_is_an_error(tmp_path):
+    broken = [sys.executable, "-c", "raise SystemExit(2)"]
+    with pytest.raises(RuntimeError, match="ended with code 2 before its first case"):
+        measure_backend("jax", broken, folder=tmp_path, timeout_s=60)

@@ -1,10 +1,112 @@
-"""The exactness table in Markdown, from measured cells."""
+"""Deviations between two runs of a case, the measured cells, and the table in Markdown.
 
-from collections.abc import Iterable, Sequence
+Nothing here imports Keras.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from exactness.cell import Cell
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """How far two runs differ: `value` is relative to max(1, |expected|)."""
+
+    value: float
+    where: str
+
+
+def largest_deviation(expected: Any, actual: Any) -> Deviation:
+    """Compare nested results; a missing key, another shape or a NaN in one of them is infinite."""
+    wanted, found = dict(flatten(expected)), dict(flatten(actual))
+    if wanted.keys() != found.keys():
+        return Deviation(np.inf, f"only one run has {sorted(wanted.keys() ^ found.keys())}")
+    each = (Deviation(distance(wanted[key], found[key]), key) for key in wanted)
+    return max(each, key=lambda deviation: deviation.value, default=Deviation(0.0, "nothing"))
+
+
+def flatten(results: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (path, leaf) for every leaf of nested dicts, lists and tuples."""
+    if isinstance(results, Mapping):
+        for key in results:
+            yield from flatten(results[key], f"{path}/{key}" if path else str(key))
+    elif isinstance(results, (list, tuple)):
+        for index, value in enumerate(results):
+            yield from flatten(value, f"{path}[{index}]")
+    else:
+        yield path, results
+
+
+def distance(expected: Any, actual: Any) -> float:
+    """The largest deviation of two leaves, elements that are NaN in both counting as equal."""
+    if not is_number(expected) or not is_number(actual):
+        return 0.0 if type(expected) is type(actual) and expected == actual else np.inf
+    a = np.asarray(expected, dtype=np.float64)
+    b = np.asarray(actual, dtype=np.float64)
+    if a.shape != b.shape:
+        return np.inf
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    with np.errstate(invalid="ignore", over="ignore"):
+        apart = np.abs(a - b) / np.maximum(1.0, np.abs(a))
+    apart = np.where(np.isnan(apart), np.inf, apart)
+    return float(np.max(np.where(same, 0.0, apart), initial=0.0))
+
+
+def is_number(leaf: Any) -> bool:
+    return isinstance(leaf, (bool, int, float, np.ndarray, np.generic))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The result of one comparison: exactly one of deviation, skipped and error is set.
+
+    `position` is the case's row in the table.
+    """
+
+    backend: str
+    replicas: int
+    case: str
+    position: int
+    group: str
+    title: str
+    tolerance: float
+    processes: int = 1
+    """The processes of the run; 1 if one process drives all replicas."""
+    deviation: float | None = None
+    where: str = ""
+    skipped: str | None = None
+    error: str | None = None
+
+    @property
+    def key(self) -> tuple[str, int, int, str]:
+        return self.backend, self.processes, self.replicas, self.case
+
+    @property
+    def failed(self) -> bool:
+        """Whether it is an error or beyond its tolerance, as a NaN is."""
+        if self.skipped is not None:
+            return False
+        return self.deviation is None or not self.deviation <= self.tolerance
+
+    def to_line(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def read_cells(path: Path) -> list[Cell]:
+    """The cells in a file of JSON lines; a truncated last line is ignored."""
+    if not path.exists():
+        return []
+    lines = path.read_text().split("\n")[:-1]
+    return [Cell(**json.loads(line)) for line in lines if line]
+
+
+def write_cells(path: Path, cells: Iterable[Cell]) -> None:
+    path.write_text("".join(cell.to_line() + "\n" for cell in cells))
+
 
 Column = tuple[str, int, int]
 """Backend, processes, replicas."""
