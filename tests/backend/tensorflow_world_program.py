@@ -41,7 +41,7 @@ def collectives_of(call: Callable[..., Any], dtype: str) -> dict[str, Any]:
         op: plain(call(lambda t, op=op: every.all_reduce([t], op)[0], x))
         for op in ("sum", "min", "max", "product")
     }
-    found["gather"] = plain(call(every.gather, rows))
+    found["gather"] = plain(call(every.all_gather, rows))
     found["broadcast"] = plain(call(lambda t: every.broadcast([t, t[:0], t[0, 0]], 1), x))
     found["reduce_scatter"] = plain(call(lambda t: every.reduce_scatter(t, "sum"), long))
     found["all_to_all"] = plain(call(lambda t: every.all_to_all(t, splits), sent))

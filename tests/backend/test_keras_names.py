@@ -935,14 +935,14 @@ TABLE = [
     ),
     Name(
         "keras.src.trainers.data_adapters.array_slicing:TensorflowSparseWrapper",
-        "tensorflow_feed",
+        "tensorflow.feed",
         "to take rows of sparse arrays",
         slices_sparse_arrays,
         TF,
     ),
     Name(
         "keras.src.trainers.data_adapters.array_data_adapter:ArrayDataAdapter.get_tf_dataset",
-        "tensorflow_feed",
+        "tensorflow.feed",
         "to have arrays read by pipelines that no thread tunes",
         reads_arrays_by_their_adapter,
         TF,
@@ -1007,14 +1007,14 @@ TABLE = [
     ),
     Name(
         "tensorflow.python.framework.auto_control_deps_utils:get_read_write_resource_inputs",
-        "tensorflow_steps",
+        "tensorflow.custom_loop",
         "to find variables that a step writes to",
         tells_which_resources_are_written,
         TF,
     ),
     Name(
         "tensorflow.python.checkpoint:checkpoint",
-        "tensorflow_files",
+        "tensorflow.files",
         "to let the chief alone write checkpoints",
         has_signature(
             "tensorflow.python.checkpoint.checkpoint:Checkpoint._write", "file_prefix", "options"
@@ -1023,14 +1023,14 @@ TABLE = [
     ),
     Name(
         "tensorflow.python.checkpoint:checkpoint_management",
-        "tensorflow_files",
+        "tensorflow.files",
         "to let other processes only remember a checkpoint",
         lambda model: callable(lookup(f"{CHECKPOINTS}:update_checkpoint_state_internal")),
         TF,
     ),
     Name(
         "_delete_file_if_exists",
-        "tensorflow_files",
+        "tensorflow.files",
         "to leave the files of a folder to the chief",
         lambda model: takes(lookup(f"{CHECKPOINTS}:_delete_file_if_exists"), "filespec"),
         TF,
@@ -1144,14 +1144,14 @@ TABLE = [
     ),
     Name(
         "tensorflow.python.ops.control_flow_util:GraphOrParentsInXlaContext",
-        "tensorflow_batch_norm",
+        "tensorflow.cpu_layers",
         "to leave what XLA compiles to Keras' formula",
         tells_what_xla_compiles,
         TF,
     ),
     Name(
         "tensorflow.python:pywrap_tfe",
-        "tensorflow_world",
+        "tensorflow.distributed",
         "to start TensorFlow's server with the GIL released",
         starts_its_server,
         ("tensorflow",),
@@ -1190,7 +1190,7 @@ TABLE = [
     # -- TensorFlow ----------------------------------------------------------------------------
     Name(
         "_merge_call",
-        "tensorflow_threads",
+        "tensorflow.mirrored",
         "to keep a replica's attributes while the threads of others run",
         has_signature(
             "tensorflow.python.distribute.distribute_lib:ReplicaContextBase._merge_call",
@@ -1202,7 +1202,7 @@ TABLE = [
     ),
     Name(
         "keras.src.backend.common:global_state",
-        "tensorflow_threads",
+        "tensorflow.mirrored",
         "to start the thread of a replica with the caller's global state of Keras",
         lambda model: all(
             isinstance(lookup(f"keras.src.backend.common:global_state.{name}"), threading.local)
@@ -1226,7 +1226,7 @@ TABLE = [
     *(
         Name(
             f"keras.src.utils.tracking:{kind}",
-            "tensorflow_threads",
+            "tensorflow.mirrored",
             "to restore what attributes held, past the trackers",
             tracks_in_containers,
             TF,
@@ -1235,7 +1235,7 @@ TABLE = [
     ),
     Name(
         "_distribute_strategy",
-        "tensorflow_strategy",
+        "tensorflow.mirrored",
         "to refuse a model that was made under a strategy of tf.distribute",
         lambda model: model._distribute_strategy is None,
         TF,
@@ -1243,7 +1243,7 @@ TABLE = [
     *(
         Name(
             name,
-            "tensorflow_strategy",
+            "tensorflow.mirrored",
             "to refuse an optimizer that was made under a strategy of tf.distribute",
             lambda model: (
                 type(model.optimizer._distribution_strategy).__name__
@@ -1255,14 +1255,14 @@ TABLE = [
     ),
     Name(
         "_post_build",
-        "tensorflow_build",
+        "tensorflow.trainer",
         "to end a build as Keras does",
         lambda model: callable(model._post_build),
         TF,
     ),
     Name(
         "keras.src.backend.tensorflow.optimizer:TFOptimizer",
-        "tensorflow_optimizer",
+        "tensorflow.variables",
         "to know which parts of an optimizer reduce by themselves",
         lambda model: isinstance(
             model.optimizer, lookup("keras.src.backend.tensorflow.optimizer:TFOptimizer")
@@ -1271,7 +1271,7 @@ TABLE = [
     ),
     Name(
         "keras.src.optimizers.base_optimizer:BaseOptimizer",
-        "tensorflow_optimizer",
+        "tensorflow.variables",
         "for the parts of an optimizer as they are without a strategy",
         lambda model: isinstance(
             model.optimizer, lookup("keras.src.optimizers.base_optimizer:BaseOptimizer")
@@ -1281,7 +1281,7 @@ TABLE = [
     *(
         Name(
             part,
-            "tensorflow_engine",
+            "tensorflow.variables",
             "to replace what would reduce a second time",
             differs_from_base(part),
             TF,
@@ -1295,7 +1295,7 @@ TABLE = [
     ),
     Name(
         "keras.src.optimizers.loss_scale_optimizer:LossScaleOptimizer",
-        "tensorflow_optimizer",
+        "tensorflow.variables",
         "to reach the optimizer inside",
         lambda model: (
             lookup("keras.src.optimizers.loss_scale_optimizer:LossScaleOptimizer")
@@ -1306,7 +1306,7 @@ TABLE = [
     *(
         Name(
             part,
-            "tensorflow_engine",
+            "tensorflow.variables",
             "to scale losses without leaving the replica",
             has_signature(
                 f"keras.optimizers:LossScaleOptimizer.{part}", "grads", "trainable_variables"
@@ -1317,14 +1317,14 @@ TABLE = [
     ),
     Name(
         "_jit_compile",
-        "tensorflow_engine",
+        "tensorflow.trainer",
         "to switch XLA off, which cannot span devices",
         lambda model: model._jit_compile in (True, False),
         TF,
     ),
     Name(
         "_maybe_symbolic_build",
-        "tensorflow_engine",
+        "tensorflow.trainer",
         "to create all variables before a step is traced",
         lambda model: (
             takes(model._maybe_symbolic_build, "iterator", "data_batch")
@@ -1334,14 +1334,14 @@ TABLE = [
     ),
     Name(
         "_distributed_dataset",
-        "tensorflow_engine",
+        "tensorflow.trainer",
         "to know what the data looks like without taking any of it",
         describes_the_data,
         TF,
     ),
     Name(
         "compute_output_spec",
-        "tensorflow_engine",
+        "tensorflow.trainer",
         "to build a model that predicts before it trains",
         lambda model: (
             lookup("keras.src.backend:compute_output_spec")(
@@ -1353,28 +1353,28 @@ TABLE = [
     ),
     Name(
         "_restore_from_tensors",
-        "tensorflow_watch",
+        "tensorflow.change_tracker",
         "to notice that a checkpoint was restored into a variable",
         restores_through_the_variable,
         TF,
     ),
     Name(
         "capture_call_time_value",
-        "tensorflow_keys",
+        "tensorflow.collectives",
         "to number the collectives of functions that other functions call",
         evaluates_at_each_call,
         TF,
     ),
     Name(
         "_collective_key_base",
-        "tensorflow_strategy",
+        "tensorflow.mirrored",
         "to keep the collectives of two strategies apart",
         keys_collectives,
         TF,
     ),
     Name(
         "tensorflow.python.distribute.values:MirroredVariable",
-        "tensorflow_engine",
+        "tensorflow.variables",
         "to make a mirrored variable that reads as a number",
         lambda model: inspect.isclass(
             lookup("tensorflow.python.distribute.values:MirroredVariable")
@@ -1384,7 +1384,7 @@ TABLE = [
     *(
         Name(
             part,
-            "tensorflow_engine",
+            "tensorflow.variables",
             "to write all copies when a plain model trains the variable too",
             has_signature(
                 f"tensorflow.python.distribute.values:MirroredVariable.{part}", "update_fn", "value"
@@ -1395,7 +1395,7 @@ TABLE = [
     ),
     Name(
         "tensorflow.python.distribute.distribute_lib:get_update_replica_id",
-        "tensorflow_strategy",
+        "tensorflow.variables",
         "to see whether a plain model's optimizer writes a mirrored variable",
         lambda model: (
             lookup("tensorflow.python.distribute.distribute_lib:get_update_replica_id")() is None
@@ -1411,7 +1411,7 @@ TABLE = [
     ),
     Name(
         "_autoconvert_optionals",
-        "tensorflow_engine",
+        "tensorflow.trainer",
         "to trace a user's own step with the data as Keras passes it",
         lambda model: model._autoconvert_optionals(lambda data: data)((X, None))[0] is X,
         TF,
@@ -1419,7 +1419,7 @@ TABLE = [
     *(
         Name(
             f"tensorflow.python.framework.op_callbacks:{part}",
-            "tensorflow_placement",
+            "tensorflow.engine",
             "to print each op with its device after TensorFlow has started",
             calls_back_for_each_op,
             TF,

@@ -1,4 +1,4 @@
-"""Arrays on TensorFlow: shares of any kind of array, and pipelines that no thread tunes."""
+"""Arrays on TensorFlow: each process reads its shard of any kind of array."""
 
 from types import SimpleNamespace
 
@@ -7,13 +7,10 @@ import numpy as np
 import pytest
 from twins import BACKEND
 
-import unisono
-
 if BACKEND != "tensorflow":
     pytest.skip("TensorFlow's input", allow_module_level=True)
 
 import tensorflow as tf
-from keras.src.backend.tensorflow import trainer
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
 from unisono.backends.tensorflow.feed import Shares
@@ -105,25 +102,3 @@ def test_an_epoch_may_be_left_in_its_middle():
     next(epoch)
     epoch.close()
     assert [share.num_rows for share in shares] == [4, 4, 3]
-
-
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_no_thread_tunes_what_arrays_are_read_by(monkeypatch, replicas):
-    is_tuned = []
-
-    class Seen(trainer.TFEpochIterator):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            is_tuned.append(self._distributed_dataset.options().autotune.enabled)
-
-    monkeypatch.setattr(trainer, "TFEpochIterator", Seen)
-    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-    unisono.parallel(model, replicas=replicas)
-    model.fit(DENSE, DENSE[:, :1], validation_data=(DENSE, DENSE[:, :1]), verbose=0)
-    model.evaluate(DENSE, DENSE[:, :1], verbose=0)
-    model.predict(DENSE, verbose=0)
-    assert is_tuned == [False] * 4
-    unisono.release(model)
-    model.predict(DENSE, verbose=0)
-    assert is_tuned[-1] is not False

@@ -19,7 +19,7 @@ if keras.backend.backend() != "tensorflow":
 
 import tensorflow as tf
 
-from unisono.backends.tensorflow.instance_keys import padded_length
+from unisono.backends.tensorflow.collectives import padded_length
 
 PROGRAM = Path(__file__).with_name("tensorflow_world_program.py")
 SIZE = 3
@@ -188,9 +188,9 @@ def test_tensorflow_that_has_started_cannot_join(tmp_path):
 
 
 def test_nothing_is_imported_that_imports_keras():
-    """The engine joins while Keras itself is being imported."""
+    """The backend joins a run while Keras itself is being imported."""
     package = "backends.tensorflow"
-    allowed = {f"{package}.{name}" for name in ("process_group", "instance_keys", "files")}
+    allowed = {f"{package}.{name}" for name in ("collectives", "files", "internals")}
     allowed.add("patches")
     for name in (f"{package}.distributed", *allowed):
         module = importlib.import_module(f"unisono.{name}")

@@ -1,7 +1,7 @@
-"""Notices what a program writes to variables between steps, and takes over what the chief wrote.
+"""Detects what a program writes to variables between steps, and takes over what the chief wrote.
 
-A callback that sets weights or a learning rate, a file that is loaded: all of them come down to a
-method of the tf.Variable. What a program's own tf.function writes is not seen here.
+A callback that sets weights or a learning rate, a file that is loaded: all of them call a method of
+the tf.Variable. Writes inside a program's own tf.function are not detected.
 """
 
 import functools
@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from unisono.backends.tensorflow.process_group import Group
+from unisono.backends.tensorflow.collectives import Group
 from unisono.backends.tensorflow.replica import current_replica
 from unisono.replication.step import SEED_STRIDE
 
@@ -33,8 +33,8 @@ _WRITES = (
 )
 
 
-class Watch:
-    """The variables of one model that all processes hold alike."""
+class ChangeTracker:
+    """The variables of one model, whose values must be equal in all processes."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -42,13 +42,13 @@ class Watch:
         self._known_writes: dict[int, tuple[Any, int]] = {}
         self._clock = -1
 
-    def take(self, variables: Iterable[Any]) -> None:
-        """Watch exactly these; what was not watched before counts as written."""
+    def track(self, variables: Iterable[Any]) -> None:
+        """Track exactly these; what was not tracked before counts as written."""
         self._variables = [
             v for v in {id(v): v for v in variables}.values() if v._value is not None
         ]
         for variable in self._variables:
-            _watch(variable._value)
+            _track(variable._value)
         held = {id(v._value) for v in self._variables}
         self._known_writes = {key: kept for key, kept in self._known_writes.items() if key in held}
         if len(self._known_writes) < len(held):
@@ -56,10 +56,10 @@ class Watch:
 
     def release(self) -> None:
         for variable in self._variables:
-            _unwatch(variable._value)
+            _untrack(variable._value)
 
     def changed(self) -> list[int]:
-        """The places of variables that were written since they were last taken over."""
+        """The positions of variables that were written since they were last taken over."""
         if self._clock == _Clock.num_writes:
             return []
         return [i for i, v in enumerate(self._variables) if not self._is_known(v._value)]
@@ -67,9 +67,9 @@ class Watch:
     def describe(self) -> list[str]:
         return [f"{v.name} {tuple(v.shape)} {v.dtype}" for v in self._variables]
 
-    def take_over(self, places: Sequence[int]) -> None:
-        """Give variables the chief's values; random layers go on from there on their own."""
-        chosen = [self._variables[place] for place in places]
+    def take_over(self, positions: Sequence[int]) -> None:
+        """Give variables the chief's values; seeds get a stream of their own in each process."""
+        chosen = [self._variables[i] for i in positions]
         if chosen:
             values = self._group.broadcast([v._value for v in chosen], root=0)
             for variable, value in zip(chosen, values, strict=True):
@@ -85,7 +85,7 @@ class Watch:
 
 
 class _Clock:
-    """Counts writes to any variable that is watched, so that nobody looks at each when idle."""
+    """Counts writes to all tracked variables, so that each is looked at only after a write."""
 
     num_writes = 0
 
@@ -100,23 +100,23 @@ def _own_seed(state: Any, rank: int) -> Any:
     return tf.constant([(first + rank * SEED_STRIDE) % 2**32, second], state.dtype)
 
 
-def _watch(value: Any) -> None:
+def _track(value: Any) -> None:
     if not hasattr(value, "num_writes"):
         cls: Any = type(value)
-        value.__class__ = _watched(cls)
+        value.__class__ = _tracked(cls)
 
 
-def _unwatch(value: Any) -> None:
+def _untrack(value: Any) -> None:
     if hasattr(value, "num_writes"):
         value.__class__ = type(value).__mro__[1]
 
 
 @functools.cache
-def _watched(cls: type) -> type:
-    """A class of variables that count what is written to them, and is else the one given."""
+def _tracked(cls: type) -> type:
+    """A subclass of a class of variables that counts the writes to each."""
     methods = {name: _counting(name, getattr(cls, name)) for name in _WRITES if hasattr(cls, name)}
-    watched: type = type(cls)(cls.__name__, (cls,), {"num_writes": 0, **methods})
-    return watched
+    tracked: type = type(cls)(cls.__name__, (cls,), {"num_writes": 0, **methods})
+    return tracked
 
 
 def _counting(name: str, write: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,8 +1,8 @@
-"""TensorFlow in a run of several processes: its server, and the groups that its collectives join.
+"""Joins TensorFlow to a run of several processes: its server, and the groups of its collectives.
 
-TensorFlow's multi-worker strategy is made for one thing, to start the server by which collectives
-reach other processes; models keep plain variables and no strategy's scope is ever entered. It must
-happen before TensorFlow starts, so this runs right after its import and must not import Keras.
+TensorFlow's multi-worker strategy is made only to start the server by which collectives reach other
+processes; models keep plain variables and no strategy's scope is ever entered. It must be made
+before TensorFlow starts, so this runs right after its import and must not import Keras.
 """
 
 import ctypes
@@ -18,18 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python import pywrap_tfe
-from tensorflow.python.eager.context import context
 
+from unisono.backends.tensorflow.collectives import Group, keys_of
 from unisono.backends.tensorflow.files import write_once
-from unisono.backends.tensorflow.process_group import Group, keys_of
+from unisono.backends.tensorflow.internals import has_started, pywrap_tfe
 from unisono.errors import LaunchError, StartedError, StrategyError
 from unisono.launch.client import World, current_world
 from unisono.launch.network import split_address
 from unisono.launch.source_filter import OnlyFrom, source_addresses
 
 _CONFIGURATION = "TF_CONFIG"
-# Not where a system takes the ports of outgoing connections from, which come and go.
+# Outside of the range from which systems take the ports of outgoing connections.
 _PORTS = range(20_000, 32_000)
 _FIRST_GROUP_KEY = 1_000_000
 _NUM_TRIES = 100
@@ -43,7 +42,7 @@ def join(world: World) -> None:
     global _strategy
     if _strategy is not None:
         return
-    if context()._initialized:
+    if has_started():
         raise StartedError(
             f"Asked TensorFlow to join a run of {world.size} processes; it has started alone. Move "
             "`import unisono` above the first line that uses TensorFlow (building a model, making "
@@ -74,10 +73,10 @@ def join(world: World) -> None:
         ) from error
     write_once(world)
     if world.is_chief and guard.num_guarded:
-        _tell_what_is_open(is_one_machine=not sources)
+        _warn_of_open_servers(is_one_machine=not sources)
 
 
-def _tell_what_is_open(is_one_machine: bool) -> None:
+def _warn_of_open_servers(is_one_machine: bool) -> None:
     logging.getLogger("unisono").warning(
         "TensorFlow's servers authenticate nobody. Other machines cannot reach those of this run; "
         "other users of %s can, and act with your rights. See SECURITY.md.",
@@ -89,13 +88,13 @@ def _tell_what_is_open(is_one_machine: bool) -> None:
 def _starting_without_gil() -> Iterator[None]:
     """Release the GIL while TensorFlow starts its server and waits for the other processes.
 
-    TensorFlow's binding holds it, for a second and more, in which the port would be open to all.
+    TensorFlow's binding holds it for a second and more, in which the port would be open to all.
     """
     plain = pywrap_tfe.TFE_EnableCollectiveOps
     try:
         pywrap_tfe.TFE_EnableCollectiveOps = _released()
     except (OSError, AttributeError):
-        yield  # Not this build of TensorFlow: the port is closed when its server has started.
+        yield  # Another build of TensorFlow: the port is guarded once its server has started.
         return
     try:
         yield
@@ -104,7 +103,7 @@ def _starting_without_gil() -> Iterator[None]:
 
 
 def _released() -> Any:
-    """TensorFlow's function of its C interface, called as its binding calls it."""
+    """`TFE_EnableCollectiveOps` of TensorFlow's C API, which ctypes calls without the GIL."""
     library = ctypes.CDLL(str(Path(tf.__file__).with_name("libtensorflow_cc.so.2")))
     pointer_in = ctypes.pythonapi.PyCapsule_GetPointer
     pointer_in.restype, pointer_in.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
@@ -149,7 +148,7 @@ def group_of(ranks: tuple[int, ...] | None = None) -> Group:
 
 
 def _shared_key(world: World, ranks: Sequence[int]) -> int:
-    """A number for a group that its processes agree on, and no other group has."""
+    """A group key that its processes agree on, and no other group has."""
     name = f"tensorflow group {','.join(map(str, ranks))}"
     if world.rank == ranks[0]:
         number = world.add("tensorflow groups", 1)
@@ -165,7 +164,7 @@ def _show_own_gpu(world: World) -> int:
 
 
 def _cluster(world: World) -> tuple[dict[str, list[str]], str, int]:
-    """The addresses of all processes by job, and this one's job and place in it."""
+    """The addresses of all processes by job, and this one's job and task index."""
     if world.topology.launcher == "tf_config":
         return _given_cluster(json.loads(os.environ[_CONFIGURATION]), world.rank)
     host = f"[{world.host}]" if ":" in world.host else world.host
@@ -177,7 +176,7 @@ def _cluster(world: World) -> tuple[dict[str, list[str]], str, int]:
 def _given_cluster(
     configuration: Mapping[str, Any], rank: int
 ) -> tuple[dict[str, list[str]], str, int]:
-    """The processes that train, as somebody else's launcher describes them."""
+    """The processes that train, as another launcher's TF_CONFIG describes them."""
     jobs = {job: list(configuration["cluster"].get(job, ())) for job in ("chief", "worker")}
     cluster = {job: addresses for job, addresses in jobs.items() if addresses}
     places = [(job, i) for job, addresses in cluster.items() for i in range(len(addresses))]
@@ -186,9 +185,9 @@ def _given_cluster(
 
 @contextmanager
 def _free_port() -> Iterator[int]:
-    """A port for TensorFlow's server, kept from others until its address has been told to all.
+    """A port for TensorFlow's server, held until all processes know its address.
 
-    On all addresses, as the server will listen on all of them and cannot be told not to.
+    On all addresses, since the server always listens on all of them.
     """
     for port in random.SystemRandom().sample(_PORTS, _NUM_TRIES):
         with socket.socket() as holder:

@@ -1,8 +1,8 @@
-"""Arrays on TensorFlow: a process' share of them, and all of them without tf.data's tuning.
+"""Arrays in a run of several processes: each process reads its shard of every global batch.
 
-A share is read ahead of the steps by threads, and not by tf.data: to build a pipeline takes as long
-as several steps of a small net, at every call. Rows come in the order of Keras' own pipeline
-wherever a program can know it, which is where it has set a seed.
+Threads prefetch shards, and not tf.data: building a pipeline takes as long as several steps of a
+small net, at every call. Rows come in the order of Keras' own pipeline wherever a program can know
+it, which is where it has set a seed.
 """
 
 from collections import deque
@@ -16,48 +16,17 @@ import tensorflow as tf
 from keras.src.trainers.data_adapters import array_slicing
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
-from unisono.backends.tensorflow.rows import spec_of_any_rows
-from unisono.data.arrays import changing_arrays
+from unisono.backends.tensorflow.replica import spec_of_any_rows
 from unisono.data.feed import Shard
 from unisono.devices.cpu import num_cores
-from unisono.hooks import bind, original, unbind
 
-_NUM_AHEAD = 2
-_CALLS = ("fit", "evaluate", "predict")
+_NUM_PREFETCHED = 2
 
 _num_shuffles = 0
 
 
-def leave_untuned(model: Any) -> None:
-    """Have arrays that a model is given read by pipelines that no thread tunes.
-
-    That thread wakes up at growing intervals, and the end of an epoch may have to wait for it: as
-    long as the epoch took, up to a minute.
-    """
-
-    def change(adapter: Any) -> Any:
-        plain = original(adapter, "get_tf_dataset")
-        bind(adapter, "get_tf_dataset", lambda: _untuned(plain()))
-        return adapter
-
-    def within(name: str) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with changing_arrays(change):
-                return original(model, name)(*args, **kwargs)
-
-        return call
-
-    for name in _CALLS:
-        bind(model, name, within(name))
-
-
-def leave_tuned(model: Any) -> None:
-    """Give the calls back to plain Keras."""
-    unbind(model, *_CALLS)
-
-
 class Shares:
-    """The shares of one `SharedArrays`, an epoch each time that it is iterated."""
+    """The shards of one `SharedArrays`, an epoch each time that it is iterated."""
 
     def __init__(self, shared: Any) -> None:
         self._shared = shared
@@ -67,33 +36,27 @@ class Shares:
 
     @property
     def element_spec(self) -> Shard:
-        """What the shares look like, as a data set of them would say."""
-        share = self._share(np.arange(min(1, self._shared.arrays._num_samples)))
-        return Shard(keras.tree.map_structure(spec_of_any_rows, share.data), *share[1:])
+        """The specification of the shards, as a data set of them would have it."""
+        shard = self._shard(np.arange(min(1, self._shared.arrays._num_samples)))
+        return Shard(keras.tree.map_structure(spec_of_any_rows, shard.data), *shard[1:])
 
     def __iter__(self) -> Iterator[Shard]:
         arrays = self._shared.arrays
         order = self._next_order()
-        num_threads = min(_NUM_AHEAD, num_cores())
+        num_threads = min(_NUM_PREFETCHED, num_cores())
         with ThreadPoolExecutor(num_threads, "unisono-feed") as threads:
             ready: deque[Future[Shard]] = deque()
             for start in range(0, arrays._num_samples, arrays._batch_size):
                 rows = order[start : start + arrays._batch_size]
-                ready.append(threads.submit(self._share, rows))
-                if len(ready) > _NUM_AHEAD:
+                ready.append(threads.submit(self._shard, rows))
+                if len(ready) > _NUM_PREFETCHED:
                     yield ready.popleft().result()
             while ready:
                 yield ready.popleft().result()
 
-    def _share(self, rows: Any) -> Shard:
-        share: Shard = self._shared.share(self._inputs, rows, _to_tensor)
-        return share
-
-
-def _untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    options = tf.data.Options()
-    options.autotune.enabled = False
-    return dataset.with_options(options)
+    def _shard(self, rows: Any) -> Shard:
+        shard: Shard = self._shared.share(self._inputs, rows, _to_tensor)
+        return shard
 
 
 def _to_tensor(sliceable: Any, rows: Any) -> Any:
@@ -105,7 +68,7 @@ def _to_tensor(sliceable: Any, rows: Any) -> Any:
 
 
 def _orders(shared: Any) -> Callable[[], Any]:
-    """A function that gives the row numbers of an epoch, each time those of the next one."""
+    """A function that returns the row numbers of the next epoch at each call."""
     count, how = shared.arrays._num_samples, shared.arrays._shuffle
     if not how:
         return lambda: np.arange(count)
@@ -115,23 +78,26 @@ def _orders(shared: Any) -> Callable[[], Any]:
     if how == "batch":
         dataset = shared.order.get_tf_dataset().rebatch(count)
     else:
-        # In one batch the order is the same, and Keras' pipeline is run once in an epoch.
+        # As one batch, in the same order: Keras' pipeline then runs once in an epoch.
         rows = ArrayDataAdapter(np.arange(count), batch_size=count, shuffle=how)
         dataset = rows.get_tf_dataset()
-    dataset = _untuned(dataset)
+    # Dropping an iterator may wait for tf.data's tuning thread, which wakes up ever more rarely.
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    dataset = dataset.with_options(options)
     return lambda: next(iter(dataset)).numpy()
 
 
 def _new_orders(shared: Any) -> Callable[[], Any]:
     """For a program without a seed: the same order in all processes, another in each epoch.
 
-    With a seed, Keras takes one order in all epochs.
+    With a seed, Keras uses one order in all epochs.
     """
     global _num_shuffles
     _num_shuffles += 1
     draw = np.random.default_rng([shared.feed.world.seed, _num_shuffles])
     count, global_batch = shared.arrays._num_samples, shared.arrays._batch_size
     if shared.arrays._shuffle == "batch":
-        # By whole numbers first, so that rows stay in their batch.
+        # Sorted by batch number first, so that rows stay in their batch.
         return lambda: np.argsort(draw.random(count) + np.arange(count) // global_batch)
     return lambda: draw.permutation(count)

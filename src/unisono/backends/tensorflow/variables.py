@@ -1,24 +1,48 @@
-"""Variables with a copy on each replica, put in the place of a Keras variable's plain one."""
+"""Variables, seeds and optimizers of Keras for replicas that tf.distribute runs in one process.
+
+A Keras variable's plain tf.Variable is replaced by one with a copy on each replica, which that
+replica alone writes. Keras' TensorFlow optimizer would reduce gradients and leave the replica's
+context to update variables; here gradients are reduced before it begins.
+"""
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterable, Set
+import types
+from collections.abc import Callable, Iterable, Iterator, Set
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import keras
 import tensorflow as tf
-from tensorflow.python.distribute.distribute_lib import get_update_replica_id
-from tensorflow.python.distribute.values import MirroredVariable
+from keras.src.backend.common.global_state import get_global_attribute, set_global_attribute
+from keras.src.backend.tensorflow.optimizer import TFOptimizer
+from keras.src.optimizers.base_optimizer import BaseOptimizer
+from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
+from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, SeedGenerator
 
+from unisono.backends.tensorflow.internals import MirroredVariable, get_update_replica_id
+from unisono.hooks import bind, unbind
 from unisono.replication.interrupts import interrupts_held_back
 from unisono.replication.introspection import optimizers_of, rename_variables, with_inner
 from unisono.replication.step import SEED_STRIDE
+
+_COPIES = "unisono_copies"
+_OPTIMIZER_METHODS = (
+    "add_variable_from_reference",
+    "_backend_update_step",
+    "_apply_weight_decay",
+    "_overwrite_model_variables_with_average_value",
+    "_backend_increment_gradient_accumulators",
+)
+
+
+# -- variables ------------------------------------------------------------------------------------
 
 
 class PlainLookingVariable(MirroredVariable):
     """A mirrored variable that can be used where a plain tf.Variable can.
 
-    Callbacks say `float(model.optimizer.learning_rate)`, and a plain model may share layers.
+    Callbacks call `float(model.optimizer.learning_rate)`, and a plain model may share layers.
     """
 
     def __int__(self) -> int:
@@ -27,37 +51,34 @@ class PlainLookingVariable(MirroredVariable):
     def __float__(self) -> float:
         return float(self.numpy())
 
-    def _update(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
-        # TensorFlow loses its place among its scopes when it is interrupted in one.
-        with interrupts_held_back() if tf.executing_eagerly() else contextlib.nullcontext():
-            return self._update_copies(update_fn, value, **kwargs)
-
-    def _update_copies(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
-        if get_update_replica_id() is None or isinstance(get_update_replica_id(), int):
-            return super()._update(update_fn, value, **kwargs)
-        # The optimizer of a plain model, which trains this variable too: all copies follow.
-        with self.distribute_strategy.scope():
-            return self._update_cross_replica(update_fn, value, **kwargs)
-
     def __complex__(self) -> complex:
         return complex(self.numpy())
 
     def __bool__(self) -> bool:
         return bool(self.numpy())
 
+    def _update(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
+        # An interrupt inside TensorFlow's scopes would leave them entered.
+        with interrupts_held_back() if tf.executing_eagerly() else contextlib.nullcontext():
+            if get_update_replica_id() is None or isinstance(get_update_replica_id(), int):
+                return super()._update(update_fn, value, **kwargs)
+            # By the optimizer of a plain model that trains this variable too: write all copies.
+            with self.distribute_strategy.scope():
+                return self._update_cross_replica(update_fn, value, **kwargs)
+
 
 def mirrored(variable: Any, strategy: tf.distribute.Strategy) -> Any:
-    """What a Keras variable should hold under a strategy; each replica writes its own copy."""
+    """The value of a Keras variable under a strategy; each replica writes its own copy."""
     value = variable._value
     if isinstance(value, MirroredVariable) and value.distribute_strategy is strategy:
         return value
-    initial = value.numpy()  # Read out here: it may belong to the scope of another strategy.
+    initial = value.numpy()  # Read here: it may belong to the scope of another strategy.
     with strategy.scope():
         copies = tf.Variable(
             initial,
             dtype=value.dtype,
-            # Not the Keras variable's: a layer that is frozen now may be thawed later, and
-            # TensorFlow's own flag says for good whether a gradient can be taken.
+            # Not the Keras variable's flag: a layer that is frozen now may be unfrozen later, and
+            # TensorFlow's own flag is fixed.
             trainable=value.trainable,
             name=variable.name,
             aggregation=tf.VariableAggregation.NONE,
@@ -68,19 +89,11 @@ def mirrored(variable: Any, strategy: tf.distribute.Strategy) -> Any:
 
 
 def plain(variable: Any) -> Any:
-    """What a Keras variable should hold without a strategy."""
+    """The value of a Keras variable without a strategy."""
     value = variable._value
     return tf.Variable(
         value.numpy(), dtype=value.dtype, trainable=value.trainable, name=variable.name
     )
-
-
-def spread_seed(state: Any) -> None:
-    """Replicas other than the first draw from streams of their own."""
-    values = state._value.values
-    first = values[0].numpy()
-    for replica, value in enumerate(values[1:], start=1):
-        value.assign([first[0] + replica * SEED_STRIDE, first[1]])
 
 
 def replace_values(
@@ -118,7 +131,7 @@ def replace_values(
 
 
 def forget_functions(model: keras.Model) -> None:
-    """Have a model trace its steps again: those of before hold on to other variables."""
+    """Have a model trace its steps again: earlier traces refer to other variables."""
     model.train_function = None
     model.test_function = None
     model.predict_function = None
@@ -142,3 +155,100 @@ def _users_of(
             if any(id(variable) in variables for variable in known):
                 optimizers.append(found)
     return models, optimizers
+
+
+# -- seeds ----------------------------------------------------------------------------------------
+
+
+def spread_seed(state: Any) -> None:
+    """Give each replica but the first a random stream of its own."""
+    values = state._value.values
+    first = values[0].numpy()
+    for replica, value in enumerate(values[1:], start=1):
+        value.assign([first[0] + replica * SEED_STRIDE, first[1]])
+
+
+class StepSeeds:
+    """Replaces Keras' global seed generator in a step: each replica draws from its own stream.
+
+    `keras.random` functions without a seed draw from it. The global generator itself is not
+    replicated, since plain models, models on other devices and the program use it too; steps draw
+    from a copy, whose state has a value for each replica. Made in the thread that runs the step.
+    `strategy` has the replicas of this process; without one, this is the replica `rank` of a run.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy | None = None, rank: int = 0) -> None:
+        self._strategy = strategy
+        self._rank = rank
+        self._generator = get_global_attribute(GLOBAL_SEED_GENERATOR)
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """Have functions without a seed draw from here, in this thread."""
+        set_global_attribute(GLOBAL_SEED_GENERATOR, self)
+        try:
+            yield
+        finally:
+            self.finish()
+
+    def finish(self) -> None:
+        """Restore this thread's global generator, or set the one that the step has made."""
+        set_global_attribute(GLOBAL_SEED_GENERATOR, self._generator)
+
+    def next(self, ordered: bool = True) -> Any:
+        """See SeedGenerator."""
+        copies = {} if self._generator is None else vars(self._generator).get(_COPIES, {})
+        if self._strategy not in copies:
+            # In a thread that is neither tracing a graph nor one of the replicas'.
+            with ThreadPoolExecutor(1) as outside:
+                copies = outside.submit(self._copies).result()
+        return copies[self._strategy].next(ordered)
+
+    def _copies(self) -> dict[Any, Any]:
+        """The copies of the global seed generator by strategy, including this one's."""
+        if self._generator is None:
+            self._generator = SeedGenerator()  # As Keras does, when one is first needed.
+        copies: dict[Any, Any] = vars(self._generator).setdefault(_COPIES, {})
+        first, second = (int(word) for word in self._generator.state.numpy())
+        copy = SeedGenerator(0)
+        # One stride more for all, so that no replica draws what the program draws.
+        copy.state.assign([(first + (self._rank + 1) * SEED_STRIDE) % 2**31, second])
+        if self._strategy is not None:
+            copy.state._value = mirrored(copy.state, self._strategy)
+            spread_seed(copy.state)
+        copies[self._strategy] = copy
+        return copies
+
+
+# -- optimizers -----------------------------------------------------------------------------------
+
+
+def stay_in_replica(optimizer: Any) -> None:
+    """Have an optimizer update the replica's own copies, without leaving its context."""
+    for name in _OPTIMIZER_METHODS:
+        bind(optimizer, name, _without_tf_optimizer(type(optimizer), name).__get__(optimizer))
+    if isinstance(optimizer, LossScaleOptimizer):
+        bind(optimizer, "_tf_apply", optimizer._common_apply)
+
+
+def restore_optimizer(optimizer: Any) -> None:
+    unbind(optimizer, *_OPTIMIZER_METHODS, "_tf_apply")
+
+
+def _without_tf_optimizer(cls: type, name: str) -> Any:
+    """A method of an optimizer class as it is without Keras' TFOptimizer."""
+    method = getattr(cls, name)
+    if method is getattr(TFOptimizer, name):
+        return getattr(BaseOptimizer, name)
+    if "__class__" not in method.__code__.co_freevars:
+        return method
+    # It overrides TFOptimizer's and calls it by `super()`, as Nadam does: `super()` looks behind
+    # the class in this cell.
+    cells = zip(method.__code__.co_freevars, method.__closure__, strict=True)
+    closure = tuple(
+        types.CellType(TFOptimizer) if cell_name == "__class__" else cell
+        for cell_name, cell in cells
+    )
+    return types.FunctionType(
+        method.__code__, method.__globals__, name, method.__defaults__, closure
+    )
