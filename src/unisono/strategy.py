@@ -73,8 +73,10 @@ class Strategy:
                 yield self
         finally:
             _innermost.strategy = outer
+        from unisono.keras_internals import layers_of
+
         made = [model for model in _living_models() if id(model) not in before]
-        inner = {id(layer) for model in made for layer in model._flatten_layers(include_self=False)}
+        inner = {id(layer) for model in made for layer in layers_of(model, include_self=False)}
         for model in made:
             if id(model) not in inner and not is_parallel(model):
                 self.adopt(model)

@@ -25,12 +25,17 @@ from pathlib import Path
 from typing import Any
 
 import keras
-from keras.src.saving import saving_lib
-from keras.src.utils import file_utils, io_utils
 
 from unisono.checkpoint.atomic import Draft, output_error_of, replacing
 from unisono.errors import OutputError
 from unisono.hooks import Patch, bind, original
+from unisono.keras_internals import (
+    BACKUP_EPOCH_PATH,
+    SAVE_BACKUP,
+    ask_to_proceed_with_overwrite,
+    is_remote_path,
+    saving_lib,
+)
 from unisono.launch.client import World
 from unisono.replication.callback_ranks import is_alone
 
@@ -39,7 +44,6 @@ SAVES = ("save", "save_weights", "export")
 _INDEX_ENDING, _SHARD_ENDING = ".weights.json", ".weights.h5"
 _SHARD = re.compile(r"(?P<base>.*)_(?P<number>[0-9]{5})(?P<ours>-[0-9]+)?\.weights\.h5")
 _FILE_BYTES, _VARIABLE_BYTES = 1 << 15, 1 << 11  # What HDF5 adds, generously.
-_PROTECTED = "_save_model"
 _temporary: ContextVar[Path | None] = ContextVar("temporary", default=None)
 
 
@@ -55,7 +59,7 @@ def safely(model: keras.Model, name: str) -> Callable[..., Any]:
             return method(*args, **kwargs)
         # Keras would ask whether to overwrite the draft, which is never there.
         is_asked = not given.get("overwrite", True) and path.exists()
-        if is_asked and not io_utils.ask_to_proceed_with_overwrite(str(path)):
+        if is_asked and not ask_to_proceed_with_overwrite(str(path)):
             return None
         num_bytes = _num_bytes(model)
         if is_sharded:
@@ -87,14 +91,14 @@ def protect_backups(callbacks: Iterable[Any]) -> None:
     """Let BackupAndRestore replace its note of the epoch as a whole; it writes that file itself."""
     for callback in callbacks:
         is_backup = isinstance(callback, keras.callbacks.BackupAndRestore)
-        if is_backup and _PROTECTED not in vars(callback):
-            bind(callback, _PROTECTED, _backup(callback))
+        if is_backup and SAVE_BACKUP not in vars(callback):
+            bind(callback, SAVE_BACKUP, _backup(callback))
 
 
 def _backup(callback: Any) -> Callable[[], None]:
     def save() -> None:
-        plain = original(callback, _PROTECTED)
-        path = callback._training_metadata_path
+        plain = original(callback, SAVE_BACKUP)
+        path = getattr(callback, BACKUP_EPOCH_PATH)
         if _local_path(path) is None:
             plain()
             return
@@ -102,11 +106,11 @@ def _backup(callback: Any) -> Callable[[], None]:
         with replacing(path) as draft:
             with contextlib.suppress(FileNotFoundError):  # It may be told to keep the one before.
                 draft.path.write_bytes(Path(path).read_bytes())
-            callback._training_metadata_path = str(draft.path)
+            setattr(callback, BACKUP_EPOCH_PATH, str(draft.path))
             try:
                 plain()
             finally:
-                callback._training_metadata_path = path
+                setattr(callback, BACKUP_EPOCH_PATH, path)
 
     return save
 
@@ -233,7 +237,7 @@ def _local_path(path: Any) -> Path | None:
     if not isinstance(path, (str, os.PathLike)):
         return None
     text = os.fspath(path)
-    if not isinstance(text, str) or not text or "://" in text or file_utils.is_remote_path(text):
+    if not isinstance(text, str) or not text or "://" in text or is_remote_path(text):
         return None
     return Path(text)
 

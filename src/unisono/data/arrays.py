@@ -16,14 +16,17 @@ from typing import Any
 
 import keras
 import numpy as np
-from keras.src.trainers import data_adapters
-from keras.src.trainers.data_adapters import array_slicing
-from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
-from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
 from unisono.data.feed import Feed, Shard, checksum_of, short
 from unisono.hooks import Patch
-from unisono.keras_internals import partial_batches
+from unisono.keras_internals import (
+    ArrayDataAdapter,
+    DataAdapter,
+    convert_to_sliceable,
+    data_adapters,
+    fields_of,
+    partial_batches,
+)
 
 _thread = threading.local()
 
@@ -61,11 +64,12 @@ class SharedArrays(DataAdapter):
     def __init__(self, arrays: ArrayDataAdapter, feed: Feed) -> None:
         self.arrays = arrays
         self.feed = feed
+        self._fields = fields = fields_of(arrays)
         self.order = ArrayDataAdapter(
-            np.arange(arrays._num_samples), batch_size=arrays._batch_size, shuffle=arrays._shuffle
+            np.arange(fields.num_samples), batch_size=fields.batch_size, shuffle=fields.shuffle
         )
         """The numbers of the rows, in the order that Keras takes them."""
-        self.values = _checksum_of_some(arrays._inputs)
+        self.values = _checksum_of_some(fields.inputs)
         """A checksum of values that must be alike in all processes."""
 
     def get_jax_iterator(self, super_batch: int | None = None) -> Iterator[Any]:
@@ -80,7 +84,7 @@ class SharedArrays(DataAdapter):
         def convert(sliceable: Any, rows: Any) -> Any:
             return sliceable.convert_to_jax_compatible(sliceable[rows])
 
-        inputs = array_slicing.convert_to_sliceable(self.arrays._inputs, target_backend="jax")
+        inputs = convert_to_sliceable(self._fields.inputs, target_backend="jax")
         for indices in self.order.get_jax_iterator():
             yield self.share(inputs, np.asarray(indices), convert)
 
@@ -89,7 +93,7 @@ class SharedArrays(DataAdapter):
             found = sliceable.convert_to_torch_compatible(sliceable[rows])
             return keras.ops.convert_to_tensor(found)
 
-        inputs = array_slicing.convert_to_sliceable(self.arrays._inputs, target_backend="torch")
+        inputs = convert_to_sliceable(self._fields.inputs, target_backend="torch")
         loader = self.order.get_torch_dataloader()
         return _Loader(loader, lambda found: self.share(inputs, found.cpu().numpy(), convert))
 
@@ -102,7 +106,7 @@ class SharedArrays(DataAdapter):
         start, stop, is_replicated = self.feed.bounds(len(indices))
         own = indices[start:stop]
         # In order they are a slice, which reads without copying.
-        is_slice = not self.arrays._shuffle and len(own)
+        is_slice = not self._fields.shuffle and len(own)
         rows = slice(int(own[0]), int(own[-1]) + 1) if is_slice else own
         data = keras.tree.map_structure(
             lambda sliceable: None if sliceable is None else convert(sliceable, rows), inputs

@@ -12,11 +12,12 @@ import keras
 from keras import ops
 
 from unisono.hooks import bind, original, unbind
+from unisono.keras_internals import MOMENTS, layers_of, reduction_axes
 
 
 def batch_norms(model: keras.Model) -> Iterator[Any]:
     """The batch norm layers of a model, nested ones included."""
-    for layer in model._flatten_layers():
+    for layer in layers_of(model):
         if isinstance(layer, keras.layers.BatchNormalization):
             yield layer
 
@@ -33,7 +34,7 @@ def synchronize_moments(layer: Any, current: Callable[[], Any]) -> None:
         if replica is None:
             return local_moments(layer, inputs, mask)
         weights = _weights(inputs, mask, may_be_empty=replica.may_be_empty)
-        own = ops.stack(_own_statistics(inputs, weights, layer._reduction_axes))
+        own = ops.stack(_own_statistics(inputs, weights, reduction_axes(layer)))
         every = replica.stack(own)
         counts, means, distances = every[:, 0], every[:, 1], every[:, 2]
         total = ops.sum(counts, axis=0)
@@ -43,25 +44,25 @@ def synchronize_moments(layer: Any, current: Callable[[], Any]) -> None:
         spread = ops.sum(distances + counts * ops.square(means - mean), axis=0)
         return mean, spread / total
 
-    bind(layer, "_moments", moments)
+    bind(layer, MOMENTS, moments)
 
 
 def keep_moments_local(layer: Any) -> None:
     """Take a layer's moments over the replica's own rows only."""
-    bind(layer, "_moments", lambda inputs, mask: local_moments(layer, inputs, mask))
+    bind(layer, MOMENTS, lambda inputs, mask: local_moments(layer, inputs, mask))
 
 
 def restore_moments(layer: Any) -> None:
     """Give a layer back to plain Keras."""
-    unbind(layer, "_moments")
+    unbind(layer, MOMENTS)
 
 
 def local_moments(layer: Any, inputs: Any, mask: Any) -> tuple[Any, Any]:
     if mask is not None:
-        result: tuple[Any, Any] = original(layer, "_moments")(inputs, mask)
+        result: tuple[Any, Any] = original(layer, MOMENTS)(inputs, mask)
         return result
     # Not the layer's own: `synchronized=True` raises off TensorFlow.
-    mean, variance = ops.moments(inputs, axes=layer._reduction_axes)
+    mean, variance = ops.moments(inputs, axes=reduction_axes(layer))
     return mean, variance
 
 
@@ -91,7 +92,7 @@ def group_statistics(layer: Any, num_groups: int) -> None:
 
     One group is plain batch norm. The moving statistics take the mean over the groups.
     """
-    bind(layer, "_moments", lambda inputs, mask: local_moments(layer, inputs, mask))
+    bind(layer, MOMENTS, lambda inputs, mask: local_moments(layer, inputs, mask))
     if num_groups == 1:
         unbind(layer, "call")
         return
@@ -104,7 +105,7 @@ def group_statistics(layer: Any, num_groups: int) -> None:
             return plain(inputs, training=training, mask=mask)
         x = ops.cast(inputs, keras.backend.result_type(inputs.dtype, "float32"))
         grouped = _by_group(x, num_groups)
-        axes = [1, *(axis + 1 for axis in layer._reduction_axes if axis)]
+        axes = [1, *(axis + 1 for axis in reduction_axes(layer) if axis)]
         weights = ops.ones_like(grouped)
         if mask is not None:
             weights = ops.broadcast_to(
@@ -118,7 +119,7 @@ def group_statistics(layer: Any, num_groups: int) -> None:
         _update_moving(layer, ops.mean(mean, axis=0), ops.mean(variance, axis=0))
         normal = (grouped - mean) * ops.rsqrt(variance + layer.epsilon)
         normal = ops.reshape(normal, x.shape)
-        shape = [x.shape[i] if i not in layer._reduction_axes else 1 for i in range(x.ndim)]
+        shape = [x.shape[i] if i not in reduction_axes(layer) else 1 for i in range(x.ndim)]
         if layer.scale:
             normal = normal * ops.reshape(ops.cast(layer.gamma, x.dtype), shape)
         if layer.center:
@@ -130,7 +131,7 @@ def group_statistics(layer: Any, num_groups: int) -> None:
 
 def ungroup_statistics(layer: Any) -> None:
     """Give a layer back to plain Keras."""
-    unbind(layer, "_moments", "call")
+    unbind(layer, MOMENTS, "call")
 
 
 def _by_group(x: Any, num_groups: int) -> Any:

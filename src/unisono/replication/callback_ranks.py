@@ -19,6 +19,13 @@ import numpy as np
 from unisono.data.arrays import changing_arrays
 from unisono.errors import StrategyError
 from unisono.hooks import bind
+from unisono.keras_internals import (
+    SAVE_BACKUP,
+    compiled_metrics,
+    is_default,
+    set_value,
+    value_of,
+)
 from unisono.launch.client import World
 from unisono.replication.framework import framework
 from unisono.replication.random_state import random_state_kept
@@ -56,7 +63,7 @@ def for_rank(callbacks: Sequence[Any], world: World) -> list[Any]:
             continue
         if isinstance(callback, _callbacks.BackupAndRestore) and not world.is_chief:
             # Loading is for all; what it saves and removes are the chief's files.
-            bind(callback, "_save_model", _nothing)
+            bind(callback, SAVE_BACKUP, _nothing)
             bind(callback, "on_train_end", _nothing)
         elif framework().is_saved_collectively(callback):
             framework().save_collectively(callback)
@@ -70,7 +77,7 @@ def acting_alone(callbacks: Sequence[Any]) -> Iterator[None]:
     for callback in callbacks:
         for name in [name for name in dir(callback) if name.startswith("on_")]:
             act = getattr(callback, name)
-            if not callable(act) or keras.src.utils.is_default(act):
+            if not callable(act) or is_default(act):
                 continue
             before.append((vars(callback), name, vars(callback).get(name)))
             bind(callback, name, _alone(act))
@@ -115,7 +122,7 @@ class ChiefModel:
     def _plain(self) -> Iterator[None]:
         """Without the hooks of the replicas, and with compiled steps of its own."""
         model = self._model
-        if self._compiled_for is not (compiled_for := getattr(model, "_compile_metrics", None)):
+        if self._compiled_for is not (compiled_for := compiled_metrics(model)):
             self._compiled_for = compiled_for
             self.forget()
         attributes = vars(model)
@@ -141,14 +148,14 @@ def _unchanged(model: Any) -> Iterator[None]:
     known = {id(v): v for v in [*model.variables, *model.metrics_variables]}
     if framework().donates_buffers:
         # Keras' compiled steps free the arrays that they are given.
-        values = [(v, v._value) for v in known.values()]
+        values = [(v, value_of(v)) for v in known.values()]
         for variable, value in values:
-            variable._value = keras.ops.copy(value)
+            set_value(variable, keras.ops.copy(value))
         try:
             yield
         finally:
             for variable, value in values:
-                variable._value = value
+                set_value(variable, value)
         return
     kept = [(v, _copied(v)) for v in known.values() if id(v) not in trainable]
     try:

@@ -12,6 +12,7 @@ from typing import Any
 import keras
 
 from unisono.hooks import bind_in_step
+from unisono.keras_internals import value_of
 from unisono.replication.batch_norm import batch_norms, synchronize_moments
 from unisono.replication.introspection import drifting_variables
 from unisono.replication.replication import Kernels
@@ -131,7 +132,7 @@ def living_keras_objects() -> tuple[list[Any], list[Any], list[Any]]:
 
 def _is_trained(model: Any, trained: set[int]) -> bool:
     """Whether variables, or their values as torch's own optimizers know them, were updated."""
-    return any(id(v) in trained or id(v._value) in trained for v in model.variables)
+    return any(id(v) in trained or id(value_of(v)) in trained for v in model.variables)
 
 
 def _result_of_all(

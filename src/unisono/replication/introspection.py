@@ -1,37 +1,37 @@
-"""Find the parts of a Keras model that replicas must treat, and tell what kind they are."""
+"""Find the optimizers, losses, metrics and state of a Keras model, and classify them."""
 
 import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import keras
-from keras.src.backend.common import masking
-from keras.src.losses import losses as keras_losses
-from keras.src.losses.losses import LossFunctionWrapper
-from keras.src.trainers.compile_utils import CompileMetrics
+
+from unisono import keras_internals
+from unisono.keras_internals import CompileMetrics, LossFunctionWrapper, layers_of, loss_functions
+from unisono.keras_internals import rename_variables as rename_variables
 
 _LOSSES_PER_SAMPLE = {
-    keras_losses.mean_squared_error,
-    keras_losses.mean_absolute_error,
-    keras_losses.mean_absolute_percentage_error,
-    keras_losses.mean_squared_logarithmic_error,
-    keras_losses.cosine_similarity,
-    keras_losses.huber,
-    keras_losses.log_cosh,
-    keras_losses.kl_divergence,
-    keras_losses.poisson,
-    keras_losses.categorical_crossentropy,
-    keras_losses.categorical_focal_crossentropy,
-    keras_losses.sparse_categorical_crossentropy,
-    keras_losses.binary_crossentropy,
-    keras_losses.binary_focal_crossentropy,
-    keras_losses.ctc,
-    keras_losses.categorical_generalized_cross_entropy,
+    loss_functions.mean_squared_error,
+    loss_functions.mean_absolute_error,
+    loss_functions.mean_absolute_percentage_error,
+    loss_functions.mean_squared_logarithmic_error,
+    loss_functions.cosine_similarity,
+    loss_functions.huber,
+    loss_functions.log_cosh,
+    loss_functions.kl_divergence,
+    loss_functions.poisson,
+    loss_functions.categorical_crossentropy,
+    loss_functions.categorical_focal_crossentropy,
+    loss_functions.sparse_categorical_crossentropy,
+    loss_functions.binary_crossentropy,
+    loss_functions.binary_focal_crossentropy,
+    loss_functions.ctc,
+    loss_functions.categorical_generalized_cross_entropy,
 }
 
 
-# Their fn looks at the whole batch's labels before it decides how to read them.
-_METRICS_OF_THE_BATCH = {keras_losses.hinge, keras_losses.squared_hinge}
+# Their functions look at all labels of the batch to decide how to read them.
+_METRICS_OF_THE_BATCH = {loss_functions.hinge, loss_functions.squared_hinge}
 
 
 def optimizers_of(model: keras.Model) -> Iterator[Any]:
@@ -51,21 +51,6 @@ def with_inner(optimizers: Iterable[Any]) -> Iterator[Any]:
             yield from with_inner(optimizer.optimizers)
 
 
-def rename_variables(optimizer: Any, renamed: dict[Any, Any]) -> None:
-    """Bring an optimizer's own records up to date, which know variables by keys."""
-    # The last since Keras 3.16, in place of a cache that is filled as it trains.
-    records = ("_trainable_variables_indices", "_var_to_optimizer_idx", "_weight_decay_by_var_key")
-    for name in records:
-        if name in vars(optimizer):
-            record = getattr(optimizer, name)
-            setattr(optimizer, name, {renamed.get(key, key): i for key, i in record.items()})
-    if "_exclude_from_weight_decay" in vars(optimizer):
-        excluded = optimizer._exclude_from_weight_decay
-        optimizer._exclude_from_weight_decay = {renamed.get(key, key) for key in excluded}
-        if "_exclude_from_weight_decay_cache" in vars(optimizer):
-            optimizer._exclude_from_weight_decay_cache = {}
-
-
 def seed_states(model: keras.Model) -> Iterator[Any]:
     """The state variables of a model's random layers."""
     for variable in model.non_trainable_variables:
@@ -77,16 +62,16 @@ def is_mean_of_samples(compile_loss: Any, y_pred: Any) -> bool:
     """Whether the compiled loss is, for each output, the plain mean of per-sample losses."""
     if not compile_loss.built:
         return False
-    if any(masking.get_keras_mask(leaf) is not None for leaf in keras.tree.flatten(y_pred)):
+    if any(keras_internals.get_keras_mask(leaf) is not None for leaf in keras.tree.flatten(y_pred)):
         return False
-    return all(_is_per_sample(flat.loss) for flat in compile_loss._flat_losses)
+    return all(map(_is_per_sample, keras_internals.losses_by_output(compile_loss)))
 
 
 def _is_per_sample(loss: Any) -> bool:
     if not isinstance(loss, LossFunctionWrapper) or loss.fn not in _LOSSES_PER_SAMPLE:
         return False
     is_own_call = type(loss).call is LossFunctionWrapper.call
-    kwargs = getattr(loss, "_fn_kwargs", {})
+    kwargs = keras_internals.keywords_of(loss)
     is_plain = kwargs.get("ignore_class") is None and kwargs.get("axis", -1) == -1
     return is_own_call and is_plain and loss.reduction in ("sum_over_batch_size", "mean")
 
@@ -95,10 +80,10 @@ def is_sum_of_samples(metric: Any) -> bool:
     """Whether a metric's state is a sum over samples, so that replicas' states add up."""
     if not type(metric).__module__.startswith("keras."):
         return False
-    function = getattr(metric, "_fn", None)
+    function = keras_internals.function_of(metric)
     if function is None:
         return True
-    if getattr(metric, "_fn_kwargs", {}).get("axis", -1) != -1:
+    if keras_internals.keywords_of(metric).get("axis", -1) != -1:
         return False
     is_keras = isinstance(function, types.FunctionType) and function.__module__.startswith("keras.")
     return is_keras and function not in _METRICS_OF_THE_BATCH
@@ -108,9 +93,13 @@ def leaf_metrics(model: keras.Model) -> list[Any]:
     """The metrics that hold state, once each, whatever a user's `metrics` property lists."""
     if not model.compiled:
         return []  # A user's property may need what their `compile` makes.
-    listed = [*model.metrics, model._loss_tracker, model._compile_metrics]
-    if model._compile_loss is not None:
-        listed += model._compile_loss.metrics
+    loss = keras_internals.compiled_loss(model)
+    listed = [
+        *model.metrics,
+        keras_internals.loss_tracker(model),
+        keras_internals.compiled_metrics(model),
+        *([] if loss is None else loss.metrics),
+    ]
     leaves: dict[int, Any] = {}
     for metric in listed:
         if isinstance(metric, CompileMetrics):
@@ -123,23 +112,23 @@ def leaf_metrics(model: keras.Model) -> list[Any]:
 def objects_with_state(model: keras.Model) -> list[Any]:
     """What a step of a model runs code of, and may keep something in: its layers, losses, metrics
     and optimizers."""
-    losses = getattr(model._compile_loss, "_flat_losses", None) or []
+    loss = keras_internals.compiled_loss(model)
     found = [
-        *model._flatten_layers(),
+        *layers_of(model),
         *leaf_metrics(model),
         *with_inner(optimizers_of(model)),
-        *(one.loss for one in losses if one is not None),
-        model._compile_loss,
+        *keras_internals.losses_by_output(loss),
+        loss,
     ]
     return list({id(one): one for one in found if hasattr(one, "__dict__")}.values())
 
 
 def drifting_variables(model: keras.Model, sync_batch_norm: bool) -> Iterator[Any]:
     """Non-trainable state that a forward pass computes from the replica's own rows alone."""
-    for layer in model._flatten_layers():
+    for layer in layers_of(model):
         is_custom = not type(layer).__module__.startswith("keras.")
         is_batch_norm = isinstance(layer, keras.layers.BatchNormalization)
         if is_custom or (is_batch_norm and not sync_batch_norm):
-            for variable in layer._non_trainable_variables:
+            for variable in keras_internals.own_non_trainable_variables(layer):
                 if keras.backend.is_float_dtype(variable.dtype):
                     yield variable

@@ -23,7 +23,13 @@ import numpy as np
 from keras import ops
 
 from unisono.hooks import Patch
-from unisono.keras_internals import global_seed_state, random_module
+from unisono.keras_internals import (
+    ADDED_LOSSES,
+    global_seed_state,
+    layers_of,
+    random_module,
+    value_of,
+)
 from unisono.launch.client import current_world
 from unisono.replication.framework import framework
 from unisono.replication.introspection import leaf_metrics, optimizers_of, with_inner
@@ -124,7 +130,7 @@ class _Judge:
     def __init__(self, model: keras.Model, whole: Trial) -> None:
         self._model = model
         self._whole = whole
-        is_half = "16" in keras.src.backend.standardize_dtype(model.compute_dtype)
+        is_half = "16" in keras.backend.standardize_dtype(model.compute_dtype)
         self._tolerance = _TOLERANCE_HALF if is_half else _TOLERANCE
 
     def kinds(self, part: Trial, base: str) -> LossKinds:
@@ -241,7 +247,7 @@ def restored(model: keras.Model) -> Iterator[None]:
     """Put back whatever a step inside changes: variables, attributes, the states of generators."""
     variables = _variables_of(model)
     values = [ops.copy(ops.stop_gradient(v.value)) for v in variables]
-    attributes = [(layer, _attributes_of(layer)) for layer in model._flatten_layers()]
+    attributes = [(layer, _attributes_of(layer)) for layer in layers_of(model)]
     put_back: list[Callable[[], Any]] = [
         functools.partial(random.setstate, random.getstate()),
         functools.partial(np.random.set_state, np.random.get_state()),
@@ -267,13 +273,13 @@ def _variables_of(model: keras.Model) -> list[Any]:
         found += [v for v in optimizer.variables if not v.shape]
     seeds = global_seed_state()
     found += [] if seeds is None else [seeds]
-    return list({id(v): v for v in found if v._value is not None}.values())
+    return list({id(v): v for v in found if value_of(v) is not None}.values())
 
 
 def _attributes_of(layer: Any) -> dict[str, Any]:
     """Numbers, and what is in lists: counters and records that a program keeps."""
     # Keras' own say what has been built, which stays so.
-    names = [name for name in vars(layer) if name == "_losses" or not name.startswith("_")]
+    names = [name for name in vars(layer) if name == ADDED_LOSSES or not name.startswith("_")]
     values = {name: vars(layer)[name] for name in names if name != "built"}
     kept = {k: v for k, v in values.items() if isinstance(v, (int, float))}
     return kept | {k: (v, list(v)) for k, v in values.items() if isinstance(v, list)}

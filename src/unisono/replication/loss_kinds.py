@@ -14,6 +14,7 @@ from typing import Any
 
 import keras
 
+from unisono.keras_internals import layers_of
 from unisono.replication.framework import framework
 from unisono.replication.introspection import leaf_metrics, optimizers_of
 
@@ -74,7 +75,7 @@ def must_check(model: keras.Model, name: str) -> bool:
 
 def adding_layers(model: keras.Model) -> Iterator[Any]:
     """The layers whose code adds losses. (Keras' own do so for activity regularizers: means.)"""
-    for layer in model._flatten_layers():
+    for layer in layers_of(model):
         cls = type(layer)
         if cls not in _adds_losses:
             _adds_losses[cls] = any(map(_says_add_loss, _codes_of(cls)))

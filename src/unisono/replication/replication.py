@@ -16,7 +16,13 @@ from typing import Any, Protocol
 import keras
 
 from unisono.hooks import bind, bind_in_step, original, unbind
-from unisono.keras_internals import own_metrics_result
+from unisono.keras_internals import (
+    REGULARIZATION_LOSSES,
+    compiled_loss,
+    compiled_metrics,
+    layers_of,
+    own_metrics_result,
+)
 from unisono.replication.batch_norm import (
     batch_norms,
     keep_moments_local,
@@ -95,8 +101,8 @@ class Replication:
                 keep_moments_local(layer)
         if self._kernels is not None:
             self._kernels.use_kernels(model, self._current, sync_batch_norm=self._sync_batch_norm)
-        if model._compile_loss is not None:
-            self._hook(model._compile_loss, "call", self._call_loss)
+        if (loss := compiled_loss(model)) is not None:
+            self._hook(loss, "call", self._call_loss)
         for metric in leaf_metrics(model):
             self._hook(metric, "update_state", update_metric)
         for optimizer in optimizers_of(model):
@@ -106,8 +112,8 @@ class Replication:
             self._hook(layer, "add_loss", add_loss)
         self._is_checked = {name: must_check(model, name) for name in ("train_step", "test_step")}
         if any(self._is_checked.values()):
-            for layer in model._flatten_layers():
-                self._hook(layer, "_get_regularization_losses", _regularization_losses)
+            for layer in layers_of(model):
+                self._hook(layer, REGULARIZATION_LOSSES, _regularization_losses)
         self._drifting = list(drifting_variables(model, self._sync_batch_norm))
 
     def release(self) -> None:
@@ -233,4 +239,4 @@ def _is_scalar(log: Any) -> bool:
 
 
 def _compiled_parts(model: Any) -> list[Any]:
-    return [type(model), model._compile_loss, model._compile_metrics, *optimizers_of(model)]
+    return [type(model), compiled_loss(model), compiled_metrics(model), *optimizers_of(model)]

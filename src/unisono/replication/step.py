@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import keras
 import numpy as np
 from keras import ops
-from keras.src.backend.common import masking
 
+from unisono.keras_internals import get_keras_mask, optimized_variables, set_keras_mask
 from unisono.replication.introspection import is_sum_of_samples
 from unisono.replication.loss_kinds import MEAN, SUM, KnownKinds
 from unisono.replication.random_state import SEED_STRIDE as SEED_STRIDE
@@ -152,7 +152,7 @@ def apply_gradients(
     trainable_variables: Any = None,
 ) -> Any:
     variables = trainable_variables
-    variables = optimizer._trainable_variables if variables is None else list(variables)
+    variables = optimized_variables(optimizer) if variables is None else list(variables)
     weighted = replica.state.weighted_optimizers
     is_weighted = replica.state.adds_up or id(optimizer) in weighted
     weight = 1.0 if is_weighted else gradient_weight(replica, optimizer)
@@ -250,9 +250,9 @@ def gather(replica: Replica, structure: Any) -> Any:
         if known is not None:
             return known[1]
         gathered = replica.gather_rows(leaf)
-        mask = masking.get_keras_mask(leaf)
+        mask = get_keras_mask(leaf)
         if mask is not None:
-            masking.set_keras_mask(gathered, replica.gather_rows(mask))
+            set_keras_mask(gathered, replica.gather_rows(mask))
         # The leaf is kept alive beside it: an id is only unique among living objects.
         replica.state.gathered[id(leaf)] = (leaf, gathered)
         return gathered
