@@ -1,4 +1,7 @@
-"""A policy on torch: variables for CUDA's allocator, a share of each GPU, a number of threads."""
+"""A device policy on torch: CUDA's allocator, a memory limit per GPU, a number of threads.
+
+A file of its own, since it is imported before Keras has chosen a backend: it must not import torch.
+"""
 
 import contextlib
 import os
@@ -13,15 +16,15 @@ _EXPANDABLE = "expandable_segments:True"
 
 
 class TorchSettings:
-    """torch starts CUDA late and lets threads be set at any time, but its workers start early."""
+    """See backends.settings.Settings: torch starts CUDA late, but unisono starts workers early."""
 
     framework = "torch"
     module = "torch"
-    first_use = "`import keras`, which asks CUDA for its GPUs, or `unisono.parallel`"
+    first_use = "`import keras`, which queries CUDA for its GPUs, or `unisono.parallel`"
 
     def why_too_late(self, torch: Any, policy: Policy) -> str | None:
-        team = sys.modules.get("unisono.backends.torch.worker_pool")
-        if team is not None and team.has_started():
+        pool = sys.modules.get("unisono.backends.torch.worker_pool")
+        if pool is not None and pool.has_started():
             return "unisono has started torch's worker processes"
         if policy.gpus is not None and has_cuda_started():
             return "CUDA has started in this process"
@@ -44,7 +47,7 @@ class TorchSettings:
             with contextlib.suppress(RuntimeError):
                 torch.set_num_interop_threads(grant.cpu_threads)
         if grant.limit_bytes is not None:
-            # Setting it starts CUDA, which is for the program to do.
+            # Not now: setting it would start CUDA.
             torch.cuda._lazy_call(lambda: _limit_memory(torch, grant))
 
 
