@@ -88,19 +88,19 @@ def behind_feature_space(space: Any) -> Any:
 
 
 @pytest.mark.parametrize("options", [{}, {"vocabulary": [3, 5, 7], "num_oov_indices": 2}])
-def test_lookup_layers_are_carried(options):
+def test_lookup_layers_reach_the_workers(options):
     x = column(3, 5, 7, 8, 9)
     build = functools.partial(with_lookup, **options)
     assert apart(trained(build, x, None), trained(build, x, 2)) < TOLERANCE
 
 
-def test_layers_of_strings_are_carried():
+def test_layers_of_strings_reach_the_workers():
     x = np.random.default_rng(5).random((ROWS, 3)).astype("float32")
     assert apart(trained(Tagged, x, None), trained(Tagged, x, 2)) < TOLERANCE
 
 
 def mixed() -> keras.Model:
-    """Of a class that travels by value, and uses `torch` and `keras.ops`: it leads to torch.ops."""
+    """Of a class that is pickled by value and uses `torch` and `keras.ops`, so torch.ops."""
     import torch
 
     class Mixed(layers.Layer):
@@ -110,12 +110,12 @@ def mixed() -> keras.Model:
     return keras.Sequential([keras.Input((3,)), layers.Dense(4), Mixed(), layers.Dense(1)])
 
 
-def test_a_layer_that_uses_torch_and_ops_of_keras_is_carried():
+def test_a_layer_that_uses_torch_and_ops_of_keras_reaches_the_workers():
     x = np.random.default_rng(5).random((ROWS, 3)).astype("float32")
     assert apart(trained(mixed, x, None), trained(mixed, x, 2)) < TOLERANCE
 
 
-def test_a_model_behind_a_feature_space_is_carried():
+def test_a_model_behind_a_feature_space_reaches_the_workers():
     space, x = feature_space()
     build = functools.partial(behind_feature_space, space)
     assert apart(trained(build, x, None), trained(build, x, 2)) < TOLERANCE

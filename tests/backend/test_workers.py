@@ -1,7 +1,6 @@
-"""The processes of torch replicas: reused, watched, and gone when they should be."""
+"""The worker processes of torch replicas: reused, watched, and ended with their parent."""
 
 import os
-import pickle
 import signal
 import threading
 import time
@@ -10,9 +9,9 @@ import traceback
 import keras
 import numpy as np
 import pytest
-from scripts import is_alive, private_bytes, run, start, wait_until_gone, workers_of
+from scripts import is_alive, private_bytes, start, wait_until_gone, workers_of
 from test_many_models import Gan
-from twins import BACKEND, TOLERANCE, adopted, apart, fit, rows, sgd, state, trained
+from twins import BACKEND, TOLERANCE, adopted, apart, fit, rows, sgd, state, trained, twins
 
 import unisono
 
@@ -21,8 +20,12 @@ pytestmark = pytest.mark.skipif(BACKEND != "torch", reason="only torch has a pro
 MIB = 2**20
 
 
+def workers(model):
+    return list(vars(model)["_unisono"]._peers._pool.workers)
+
+
 def pids(model):
-    return [worker.pid for worker in vars(model)["_unisono"]._peers._pool.workers]
+    return [worker.pid for worker in workers(model)]
 
 
 def test_calls_and_models_share_the_workers():
@@ -40,7 +43,7 @@ def test_calls_and_models_share_the_workers():
     assert pids(model) == pids(other) == first
 
 
-def test_a_batch_goes_to_the_workers_and_no_more(tmp_path):
+def test_a_batch_goes_to_the_workers_and_no_more():
     """200 MiB of data, of which three batches are used: workers get their rows of those."""
     x = np.zeros((51_200, 1024), "float32")
     y = np.zeros((len(x), 1), "float32")
@@ -82,19 +85,20 @@ def test_a_worker_is_killed_in_the_middle_of_a_step():
     x, y = rows()
     hidden = keras.layers.Dense(2)
     model = keras.Sequential([keras.Input((4,)), hidden, Slow(), keras.layers.Dense(1)])
-    unisono.parallel(model, replicas=2).compile(sgd(), "mse")
-    fit(model, x[:8], y[:8])
-    before, (pid,) = state(model), pids(model)
-    threading.Timer(0.4, os.kill, (pid, signal.SIGKILL)).start()
+    unisono.parallel(model, replicas=3).compile(sgd(), "mse")
+    fit(model, x[:9], y[:9], batch_size=9)
+    before, (victim, other) = state(model), workers(model)
+    threading.Timer(0.4, os.kill, (victim.pid, signal.SIGKILL)).start()
     began = time.monotonic()
     with pytest.raises(unisono.WorkerError) as caught:
         fit(model, x, y)
     assert time.monotonic() - began < 10
-    assert f"Replica 1 (process {pid}) was ended by SIGKILL" in str(caught.value)
+    assert str(caught.value).startswith(f"Replica 1 (process {victim.pid}) was ended by SIGKILL.")
     assert "call fit again" in str(caught.value)
+    assert not other.is_alive
     assert apart(before, state(model)) == 0
-    fit(model, x[:8], y[:8])
-    assert pids(model) != [pid]
+    fit(model, x[:9], y[:9], batch_size=9)
+    assert victim.pid not in pids(model)
     assert apart(before, state(model)) > 0
 
 
@@ -110,67 +114,39 @@ def test_a_worker_is_killed_between_calls():
     assert apart(trained(2), state(model)) <= TOLERANCE
 
 
-WITH_ERRORS = """
-import os, traceback
-import keras, numpy as np, unisono
+def picky():
+    """Raises where it sees a marked row, so on one replica only; its classes travel by value."""
 
-class Marked(Exception):
-    pass
+    class Marked(Exception):
+        pass
 
-class Picky(keras.layers.Layer):
-    def call(self, x):
-        if bool((x > 100).any()):
-            raise Marked("a marked row in process %d" % os.getpid())
-        return x
+    class Picky(keras.layers.Layer):
+        def call(self, x):
+            if not keras.backend.is_keras_tensor(x) and float(x.max()) > 1e6:
+                raise Marked(f"a marked row in process {os.getpid()}")
+            return x
 
-model = keras.Sequential([keras.Input((4,)), Picky(), keras.layers.Dense(1)])
-model = unisono.parallel(model, replicas=2)
-model.compile("sgd", "mse")
-x, y = np.ones((8, 4), "float32"), np.ones((8, 1), "float32")
-model.fit(x, y, batch_size=8, verbose=0)
-team = vars(model)["_unisono"]._peers._pool
-pids = [worker.pid for worker in team.workers]
-before = model.get_weights()
-bad = x.copy()
-bad[6] = 1000
-try:
-    model.fit(bad, y, shuffle=False, verbose=0)
-except Marked as error:
-    print("caught Marked")
-    assert str(os.getpid()) not in str(error)
-    text = "".join(traceback.format_exception(error))
-    assert "Raised in replica 1:" in text, text
-    assert "script.py" in text and "in call" in text, text
-assert all((a == b).all() for a, b in zip(before, model.get_weights(), strict=True))
-model.fit(x, y, verbose=0)
-assert pids != [worker.pid for worker in team.workers]
-print("trained again")
-"""
+    return Marked, lambda: keras.Sequential([keras.Input((4,)), Picky(), keras.layers.Dense(1)])
 
 
-def test_an_exception_of_a_worker_is_caught_by_its_name(tmp_path):
-    (tmp_path / "script.py").write_text(WITH_ERRORS)
-    done = run(str(tmp_path / "script.py"))
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()[1:]
-    assert lines == ["caught Marked", "trained again"]
-
-
-class OfTwo(Exception):
-    """Cannot be sent by pickle, as it wants two arguments."""
-
-    def __init__(self, first, second):
-        super().__init__(f"{first} and {second}")
-
-
-def test_an_exception_that_cannot_be_sent_is_told_by_its_traceback():
-    from unisono.backends.torch.worker_pool import worker_error
-
-    error = worker_error(2, pickle.dumps(OfTwo("one", "another")), "OfTwo: one and another")
-    assert isinstance(error, unisono.WorkerError)
-    text = "".join(traceback.format_exception(error))
-    assert "Replica 2 failed" in text
-    assert "OfTwo: one and another" in text
+def test_an_exception_of_one_worker_is_raised_by_its_type():
+    x, y = rows(24)
+    marked, build = picky()
+    expected, model = twins(build, replicas=3)
+    for each in (expected, model):
+        fit(each, x, y)
+    bad, before = x.copy(), pids(model)
+    bad[-1] = 1e7
+    with pytest.raises(marked, match=str(before[1])) as caught:
+        fit(model, bad, y, batch_size=24)
+    text = "".join(traceback.format_exception(caught.value))
+    assert "Raised in replica 2:" in text
+    assert "test_workers.py" in text
+    assert "in call" in text
+    for each in (expected, model):
+        fit(each, x, y)
+    assert not set(before) & set(pids(model))
+    assert apart(expected, model) <= TOLERANCE
 
 
 LONG = """

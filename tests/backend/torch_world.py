@@ -1,4 +1,4 @@
-"""What the processes of test_torch_world do, and what they find."""
+"""What the processes of test_torch_world compute."""
 
 import os
 import socket
@@ -16,7 +16,6 @@ from unisono.backends import load_backend
 
 DTYPES = ("float16", "float32", "float64", "bfloat16", "uint8", "int8", "int16", "int32", "int64")
 OPS = ("sum", "min", "max", "product")
-SUBSET = [0, 2]
 
 
 def rank() -> int:
@@ -25,13 +24,12 @@ def rank() -> int:
 
 def found_by_each() -> dict[str, Any]:
     """All of it in one run, which takes long to start."""
-    parts = (reduced, gathered, sent, of_some, refused, listening, followed, random, unbuilt, whole)
-    parts += (summed, probed)
+    parts = (reduced, broadcast, listening, frozen, random, unbuilt, small_batches, summed, probed)
     return {part.__name__: part() for part in parts}
 
 
-def collectives(ranks: Any = None) -> Any:
-    return load_backend("torch").collectives(ranks)
+def collectives() -> Any:
+    return load_backend("torch").collectives()
 
 
 def plain(value: Any) -> Any:
@@ -59,51 +57,11 @@ def reduced() -> dict[Any, Any]:
     return results
 
 
-def gathered() -> dict[str, Any]:
-    every = collectives()
-    by_type = {
-        name: plain(every.all_gather(torch.full((rank(), 2), rank(), dtype=getattr(torch, name))))
-        for name in (*DTYPES, "bool")
-    }
-    scalars = every.all_gather(torch.tensor(float(rank())))
-    return {"by type": by_type, "scalars": plain(scalars)}
-
-
-def sent() -> dict[str, Any]:
-    every = collectives()
+def broadcast() -> list[Any]:
     own = [torch.full((2,), rank(), dtype=getattr(torch, name)) for name in (*DTYPES, "bool")]
-    broadcast = every.broadcast([*own, torch.tensor(float(rank())), torch.eye(2)[:, :1]], 1)
+    found = collectives().broadcast([*own, torch.tensor(float(rank())), torch.eye(2)[:, :1]], 1)
     assert plain(own[0]) == [rank(), rank()]
-    # Rank r gives r rows to the first, none to the second and one to the third.
-    rows_out = torch.arange((rank() + 1) * 2).view(-1, 2) + 100 * rank()
-    exchanged, sizes = every.all_to_all(rows_out, [rank(), 0, 1])
-    none, no_sizes = every.all_to_all(torch.empty(0, 3), [0, 0, 0])
-    scattered = every.reduce_scatter(torch.arange(8.0).view(4, 2) * (rank() + 1), "sum")
-    every.barrier()
-    return {
-        "broadcast": plain(broadcast),
-        "all to all": (plain(exchanged), sizes),
-        "nothing": (tuple(none.shape), no_sizes),
-        "scattered": plain(scattered),
-    }
-
-
-def of_some() -> Any:
-    if rank() not in SUBSET:
-        return None
-    some = collectives(SUBSET)
-    assert collectives(reversed(SUBSET)).rank == some.rank
-    return some.rank, some.size, plain(some.all_gather(torch.tensor([rank()])))
-
-
-def refused() -> list[str]:
-    messages = []
-    for ranks in ([0, 7], [(rank() + 1) % 3]):
-        try:
-            collectives(ranks)
-        except unisono.StrategyError as error:
-            messages.append(str(error))
-    return messages
+    return plain(found)
 
 
 def listening() -> list[str]:
@@ -135,32 +93,15 @@ def step(model: Any) -> None:
     model.train_on_batch(x, y)
 
 
-def followed() -> dict[str, Any]:
-    """What is changed outside of a step is the chief's after the next one."""
+def frozen() -> list[bool]:
+    """What the chief freezes between steps is frozen everywhere."""
     model = made()
-    own = state(model)
     unisono.parallel(model)
-    results = {"own": own, "adopted": state(model)}
     step(model)
-    hidden, out = model.layers
-    if rank() == 1:
-        hidden.kernel.assign(hidden.kernel + 1.0)
-    step(model)
-    results["one that is not the chief"] = state(model)
     if rank() == 0:
-        hidden.kernel.assign(hidden.kernel + 1.0)
-        hidden.bias.trainable = False
-        model.optimizer.learning_rate = 0.01
-    before = keras.ops.convert_to_numpy(hidden.bias)
+        model.layers[0].bias.trainable = False
     step(model)
-    results["the chief"] = state(model)
-    results["is trainable"] = [v.trainable for v in model.weights]
-    results["moved"] = float(np.abs(keras.ops.convert_to_numpy(hidden.bias) - before).max())
-    # Each may look at its values alone, and compute with them.
-    if rank() == 2:
-        results["alone"] = float(keras.ops.sum(out.kernel))
-        model(rows(3)[0])
-    return results
+    return [variable.trainable for variable in model.weights]
 
 
 class Noise(keras.layers.Layer):
@@ -243,12 +184,12 @@ class RootOfMean(keras.losses.Loss):
         return root_of_mean(y_true, y_pred)
 
 
-def whole(adopt: Any = unisono.parallel) -> list[Any]:
+def small_batches(make_parallel: Any = unisono.parallel) -> list[Any]:
     """Batches of 4, 4 and 2 rows; the last has fewer rows than there are processes."""
     keras.utils.set_random_seed(3)
     model = mlp()
     model.compile(sgd(), RootOfMean(), metrics=["mae", keras.metrics.R2Score()])
-    adopt(model)
+    make_parallel(model)
     x, y = rows(10)
     history = model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0).history
     scores = model.evaluate(x, y, batch_size=4, verbose=0)
@@ -268,14 +209,14 @@ class Summed(keras.Model):
         return {"loss": loss}
 
 
-def summed(adopt: Any = unisono.parallel) -> list[Any]:
+def summed(make_parallel: Any = unisono.parallel) -> list[Any]:
     """Batches of 4, 4 and 2 rows; the last has fewer rows than there are processes."""
     keras.utils.set_random_seed(3)
     net = mlp()
     model = Summed(net.inputs, net.outputs)
     model.native = torch.optim.SGD(model.parameters(), 0.01)
     model.compile(loss="mse")
-    adopt(model).fit(*rows(10), batch_size=4, shuffle=False, verbose=0)
+    make_parallel(model).fit(*rows(10), batch_size=4, shuffle=False, verbose=0)
     return [keras.ops.convert_to_numpy(v) for v in model.trainable_variables]
 
 

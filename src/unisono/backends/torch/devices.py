@@ -14,7 +14,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from unisono.backends.torch.model_pickle import carried_variables
+from unisono.backends.torch.model_pickle import replicated_variables
 from unisono.devices import Placement, simulated_gpus
 from unisono.devices.locations import Location, location, names_of, num_bytes_of
 from unisono.keras_internals import torch_device
@@ -44,7 +44,7 @@ def move_to(model: keras.Model, placement: Placement) -> None:
     if placement.kind != "gpu":
         return
     torch.cuda.set_device(placement.indices[0])
-    for variable in carried_variables(model):
+    for variable in replicated_variables(model):
         if variable._value is not None:
             variable._value.data = variable._value.data.to(f"cuda:{placement.indices[0]}")
 

@@ -46,6 +46,7 @@ _LEFT_BEHIND = {
 }
 _STACK_BYTES = 512 * 2**20  # Reserved, not used: the system maps pages as they are touched.
 _NUM_LATEST = 100
+_SETTINGS = ("floatx", "epsilon", "image_data_format")
 # Of lookup layers, which use TensorFlow on every backend.
 _TABLES = ("StaticHashTable", "MutableHashTable")
 _MOST_OBJECTS = 200_000
@@ -56,7 +57,7 @@ _TRACKED = (tracking.TrackedList, tracking.TrackedDict, tracking.TrackedSet)
 def pack(model: keras.Model) -> bytes:
     """The structure of a model, compiled state included, without its values."""
     buffer = io.BytesIO()
-    content = (model, carried_variables(model), _settings())
+    content = (model, replicated_variables(model), _settings())
     packer = _Packer(buffer, model)
     try:
         _with_deep_stack(lambda: packer.dump(content))
@@ -78,14 +79,14 @@ def _cannot_send(model: keras.Model, packer: "_Packer", error: Exception) -> Mod
 
 
 def unpack(data: bytes) -> tuple[keras.Model, list[keras.Variable]]:
-    """A model and its variables, in the order of `carried_variables`, with values not yet set."""
+    """A model and its `replicated_variables`, in that order, with values not yet set."""
     model, variables, settings = _Unpacker(io.BytesIO(data)).load()
     _apply(settings)
     _renumber(model)
     return model, variables
 
 
-def carried_variables(model: keras.Model) -> list[keras.Variable]:
+def replicated_variables(model: keras.Model) -> list[keras.Variable]:
     """The variables that all replicas must agree on: the model's and its optimizers'."""
     variables = list(model.variables)
     for optimizer in optimizers_of(model):
@@ -96,7 +97,7 @@ def carried_variables(model: keras.Model) -> list[keras.Variable]:
 class _Packer(cloudpickle.Pickler):  # type: ignore[misc, unused-ignore]
     def __init__(self, buffer: io.BytesIO, model: keras.Model) -> None:
         super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
-        variables = [*carried_variables(model), *model.metrics_variables]
+        variables = [*replicated_variables(model), *model.metrics_variables]
         self._parameters = {id(v._value): v for v in variables if v._value is not None}
         self.latest: deque[Any] = deque(maxlen=_NUM_LATEST)
         """The objects that were pickled last, for an error to name."""
@@ -235,19 +236,13 @@ def _renumber(model: keras.Model) -> None:
 
 
 def _settings() -> dict[str, Any]:
-    return {
-        "floatx": keras.config.floatx(),
-        "epsilon": keras.config.epsilon(),
-        "image_data_format": keras.config.image_data_format(),
-        "dtype_policy": keras.config.dtype_policy().name,
-    }
+    values = {name: getattr(keras.config, name)() for name in _SETTINGS}
+    return values | {"dtype_policy": keras.config.dtype_policy().name}
 
 
 def _apply(settings: dict[str, Any]) -> None:
-    keras.config.set_floatx(settings["floatx"])
-    keras.config.set_epsilon(settings["epsilon"])
-    keras.config.set_image_data_format(settings["image_data_format"])
-    keras.config.set_dtype_policy(settings["dtype_policy"])
+    for name, value in settings.items():
+        getattr(keras.config, f"set_{name}")(value)
 
 
 # -- the path to an object ------------------------------------------------------------------------

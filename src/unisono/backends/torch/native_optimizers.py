@@ -210,7 +210,8 @@ def _of_keras() -> set[int]:
 
 def _of_modules() -> set[int]:
     found = [o for o in gc.get_objects() if issubclass(type(o), torch.nn.Module)]
-    return {id(p) for module in found for p in module.parameters(recurse=False)}
+    # Not `module.parameters()`: on a layer of Keras without a ParameterDict, that makes one.
+    return {id(p) for module in found for p in module._parameters.values()}
 
 
 def _mean(replica: TorchReplica, loss: Any) -> Any:

@@ -255,7 +255,6 @@ def world_group(ranks: Sequence[int] | None = None) -> Group:
         )
     members = tuple(range(world.size)) if ranks is None else tuple(sorted(set(ranks)))
     if members not in _groups:
-        _check_members(members, world)
         _groups[members] = _make_group(members, world)
     return _groups[members]
 
@@ -272,20 +271,6 @@ def _make_group(members: tuple[int, ...], world: World) -> Group:
     rank = members.index(world.rank)
     with OnlyFrom(sources, host=world.host):
         return Group(store, rank, len(members), default_device(), host=world.host)
-
-
-def _check_members(members: tuple[int, ...], world: World) -> None:
-    unknown = [rank for rank in members if not 0 <= rank < world.size]
-    if unknown:
-        raise StrategyError(
-            f"Asked for collectives with ranks {unknown}; the ranks of this run are 0 to "
-            f"{world.size - 1}. Choose among those."
-        )
-    if world.rank not in members:
-        raise StrategyError(
-            f"Asked for collectives of ranks {list(members)} in rank {world.rank}, which is none "
-            "of them. Ask for them in those processes only."
-        )
 
 
 class RendezvousStore(dist.Store):

@@ -18,7 +18,7 @@ import torch
 from unisono.backends.torch.cpu_layers import chosen_layers
 from unisono.backends.torch.devices import as_tensor, generators, move_to, replicated
 from unisono.backends.torch.model_copy import ModelCopy
-from unisono.backends.torch.model_pickle import carried_variables
+from unisono.backends.torch.model_pickle import replicated_variables
 from unisono.backends.torch.process_group import Group, world_group
 from unisono.backends.torch.replica import TorchReplica, check_equal
 from unisono.backends.torch.worker_pool import WorkerPeers
@@ -93,7 +93,7 @@ class TorchTrainer:
 
     def variables(self) -> list[Any]:
         """Those that every replica has a copy of."""
-        return list(carried_variables(self._model))
+        return list(replicated_variables(self._model))
 
     def release(self) -> None:
         replicated.discard(self)
@@ -161,7 +161,7 @@ class RunPeers:
         self._num_steps = 0
         # Start from the chief's values, as far as the model has any yet.
         metrics = [v for metric in leaf_metrics(copy.model) for v in metric.variables]
-        copy.changes.watch([*carried_variables(copy.model), *metrics])
+        copy.changes.watch([*replicated_variables(copy.model), *metrics])
         self._follow_outside_steps("unisono.parallel")
 
     def shard(self, data: Any) -> Shard:
@@ -209,7 +209,7 @@ class RunPeers:
         model = self._copy.model
         optimizers = [(id(optimizer), optimizer.built) for optimizer in optimizers_of(model)]
         if not self._is_known or optimizers != self._optimizers:
-            self._copy.changes.watch(carried_variables(model))
+            self._copy.changes.watch(replicated_variables(model))
             self._is_known, self._optimizers = True, optimizers
 
     def _follow_outside_steps(self, when: str) -> None:
@@ -233,7 +233,7 @@ class RunPeers:
     def _check_new_variables(self, replica: TorchReplica) -> None:
         """Layers that a step itself has built did not start with the chief's values."""
         known = {id(variable) for variable in self._copy.changes.variables}
-        built = [v for v in carried_variables(self._copy.model) if id(v) not in known]
+        built = [v for v in replicated_variables(self._copy.model) if id(v) not in known]
         check_equal(replica, built)
 
     @contextmanager

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from unisono.backends.torch.devices import as_tensor, default_device
 from unisono.backends.torch.model_copy import ModelCopy
-from unisono.backends.torch.model_pickle import carried_variables, pack, unpack
+from unisono.backends.torch.model_pickle import pack, replicated_variables, unpack
 from unisono.backends.torch.process_group import Group
 from unisono.backends.torch.replica import TorchReplica, count_rows, has_rows, own_rows
 from unisono.data.feed import Shard
@@ -151,7 +151,7 @@ class WorkerPeers:
         copy = self._copy
         copy.replication.prepare()
         data = pack(copy.model)
-        copy.changes.watch(carried_variables(copy.model))
+        copy.changes.watch(replicated_variables(copy.model))
         if data == self._sent and self._sent_to is self._pool.workers:
             return
         seed = torch.initial_seed() % 2**31
