@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import keras
 
 from unisono.devices import list_devices
-from unisono.errors import SettingError
+from unisono.errors import ConfigurationError
 from unisono.replication.callback_ranks import RANKS
 
 __all__ = ["DeviceStats", "chief_only", "every_rank"]
@@ -29,7 +29,7 @@ def every_rank(callback: _Callback) -> _Callback:
         The callback itself.
 
     Raises:
-        SettingError: What was given is no callback.
+        ConfigurationError: What was given is no callback.
 
     >>> import keras
     >>> log = every_rank(keras.callbacks.CSVLogger("log.csv"))
@@ -53,7 +53,7 @@ def chief_only(callback: _Callback) -> _Callback:
         The callback itself.
 
     Raises:
-        SettingError: What was given is no callback.
+        ConfigurationError: What was given is no callback.
 
     >>> import keras
     >>> show = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: print(epoch))
@@ -65,7 +65,7 @@ def chief_only(callback: _Callback) -> _Callback:
 
 def _marked(callback: _Callback, ranks: str) -> _Callback:
     if not isinstance(callback, keras.callbacks.Callback):
-        raise SettingError(
+        raise ConfigurationError(
             f"Asked where a callback runs; received {callback!r}. Pass an object of a callback's "
             'class, such as CSVLogger("log.csv").'
         )
@@ -92,7 +92,7 @@ class DeviceStats(keras.callbacks.Callback):
         super().__init__()
         is_number = isinstance(every_s, (int, float)) and not isinstance(every_s, bool)
         if not is_number or not every_s > 0:
-            raise SettingError(
+            raise ConfigurationError(
                 f"Asked for DeviceStats(every_s={every_s!r}). Give a number of seconds above 0."
             )
         self._every_s = every_s

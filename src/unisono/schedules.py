@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from unisono.errors import SettingError
+from unisono.errors import ConfigurationError
 
 SCALINGS = ("linear", "sqrt", "none")
 
@@ -32,7 +32,7 @@ class PolynomialDecay(keras.optimizers.schedules.LearningRateSchedule):
         _check_rate("rate", rate)
         _check_rate("end_rate", end_rate)
         if decay_steps < 1 or power <= 0:
-            raise SettingError(
+            raise ConfigurationError(
                 f"Asked for decay_steps={decay_steps!r} and power={power!r}. Give at least one "
                 "step and a power above 0."
             )
@@ -87,7 +87,7 @@ class WarmUp(keras.optimizers.schedules.LearningRateSchedule):
 
     def __init__(self, schedule: Any, warmup_steps: int, *, start_factor: float = 0.0) -> None:
         if warmup_steps < 0:
-            raise SettingError(f"Asked for warmup_steps={warmup_steps!r}. Give 0 or more.")
+            raise ConfigurationError(f"Asked for warmup_steps={warmup_steps!r}. Give 0 or more.")
         _check_rate("start_factor", start_factor)
         self.schedule = _schedule(schedule)
         self.warmup_steps = warmup_steps
@@ -118,9 +118,11 @@ def scaling_factor(num_replicas: int, scaling: str = "linear") -> float:
     (4.0, 2.0, 1.0)
     """
     if num_replicas < 1:
-        raise SettingError(f"Asked for num_replicas={num_replicas!r}. Give at least 1.")
+        raise ConfigurationError(f"Asked for num_replicas={num_replicas!r}. Give at least 1.")
     if scaling not in SCALINGS:
-        raise SettingError(f"Asked for scaling={scaling!r}. Choose among {', '.join(SCALINGS)}.")
+        raise ConfigurationError(
+            f"Asked for scaling={scaling!r}. Choose among {', '.join(SCALINGS)}."
+        )
     return {"linear": float(num_replicas), "sqrt": math.sqrt(num_replicas), "none": 1.0}[scaling]
 
 
@@ -180,7 +182,7 @@ def _plain(value: Any) -> Any:
 def _check_rate(name: str, value: object) -> None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not 0 <= value < math.inf:  # type: ignore[operator]
-        raise SettingError(f"Asked for {name}={value!r}. Give a number of at least 0.")
+        raise ConfigurationError(f"Asked for {name}={value!r}. Give a number of at least 0.")
 
 
 for _kind in (PolynomialDecay, Scaled, WarmUp):

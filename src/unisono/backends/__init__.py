@@ -50,7 +50,7 @@ def load_backend(name: str | None = None) -> Backend:
 
     Raises:
         ModelError: Keras cannot train on that backend.
-        VersionError: Keras or the framework is newer than those that were tested.
+        ConfigurationError: Keras or the framework is newer than those that were tested.
     """
     found = load_framework(name).name
     check_versions("keras", found)

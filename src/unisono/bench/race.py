@@ -21,7 +21,7 @@ from unisono.bench.nets import NUM_STEPS, PER_REPLICA
 from unisono.bench.peers import PEERS
 from unisono.devices import Policy
 from unisono.devices.cpu_layers import SWITCH
-from unisono.errors import BenchError
+from unisono.errors import LaunchError
 from unisono.launch.cpu_environment import TUNABLES
 from unisono.launch.network import free_port
 from unisono.launch.orphan_reaper import OrphanReaper
@@ -104,7 +104,7 @@ def run_race(
             processes = st.enter_context(_started(way, net, backend, folder, reaper))
             try:
                 _collect(folder, f"{way.name}-ready", way.num_processes, processes)
-            except BenchError as error:
+            except LaunchError as error:
                 race.failed[way.name] = str(error)
                 continue
             running.append((way, processes))
@@ -116,7 +116,7 @@ def run_race(
             (folder / f"{way.name}-{number}").touch()
             try:
                 written = _collect(folder, f"{way.name}-{number}", way.num_processes, processes)
-            except BenchError as error:
+            except LaunchError as error:
                 race.failed[way.name] = f"In round {number + 1}: {error}"
                 for process in processes:  # The others may wait for it and use cores.
                     _kill(process)
@@ -236,7 +236,7 @@ def _collect(
         if ended:
             log = folder / f"{'-'.join(name.split('-')[:2])}.log"
             last = last_line(log.read_text(errors="replace"))
-            raise BenchError(f"A process ended with code {ended[0]}: {last}")
+            raise LaunchError(f"A process ended with code {ended[0]}: {last}")
         time.sleep(_POLL_S)
     return [file.read_text() for file in files]
 

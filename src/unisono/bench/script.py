@@ -15,7 +15,7 @@ from pathlib import Path
 
 from unisono.bench.race import Lap, Race
 from unisono.devices import format_replicas
-from unisono.errors import BenchError
+from unisono.errors import LaunchError
 from unisono.monitor.events import Progress, read_runs
 from unisono.scratch import temporary_folder
 
@@ -33,7 +33,7 @@ def race_script(
 ) -> Race:
     """One run for each number of replicas, one after the other, `rounds` times."""
     if not script.is_file():
-        raise BenchError(f"Asked to measure {script}; there is no such file.")
+        raise LaunchError(f"Asked to measure {script}; there is no such file.")
     race = Race(script.name, backend, load=os.getloadavg()[0])
     for number, count in itertools.product(range(rounds), counts):
         tell(f"{script.name}, {backend}: round {number + 1} of {rounds}, {format_replicas(count)}")
@@ -62,14 +62,14 @@ def _lap(script: Path, backend: str, count: int) -> Lap:
             raise
     what = f"{script} on {format_replicas(count)}"
     if process.returncode:
-        raise BenchError(
+        raise LaunchError(
             f"{what} ended with code {process.returncode}, so it cannot be measured. Its output "
             "is above."
         )
     kept = [warm(list(records.values())) for records in seen.values()]
     num_kept = len(kept[0]) if kept else 0
     if num_kept < _FEWEST:
-        raise BenchError(
+        raise LaunchError(
             f"{what} published {num_kept} records after its first seconds; at least {_FEWEST} are "
             "needed, one per second. Let it call unisono.parallel(model), and give it more epochs: "
             "at least ten seconds of training."

@@ -4,7 +4,7 @@ import ast
 import re
 import warnings
 
-from unisono.errors import SourceError
+from unisono.errors import DataError
 
 _PYTHON_2 = (
     ("a print statement", r"print\b\s*(?![(=.])\S"),
@@ -19,17 +19,17 @@ _PYTHON_2 = (
 
 
 def check_syntax(code: bytes | str, place: str, first_line: int = 1) -> None:
-    """Raise SourceError if code does not parse; `first_line` is the number of its first line."""
+    """Raise DataError if code does not parse; `first_line` is the number of its first line."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Old programs have "\d" in plain strings.
             ast.parse(code)
     except SyntaxError as error:
-        raise SourceError(_explain(error, place, first_line)) from error
+        raise DataError(_explain(error, place, first_line)) from error
     except (RecursionError, MemoryError) as error:
-        raise SourceError(too_deep(place)) from error
+        raise DataError(too_deep(place)) from error
     except ValueError as error:
-        raise SourceError(f"{place} is not Python: {error}.") from error
+        raise DataError(f"{place} is not Python: {error}.") from error
 
 
 def too_deep(place: str) -> str:

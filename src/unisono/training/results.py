@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.devices import Placement, format_replicas
 from unisono.devices.cpu import num_cores
-from unisono.errors import SettingError
+from unisono.errors import ConfigurationError
 from unisono.training.settings import Settings, to_words, write
 
 if TYPE_CHECKING:
@@ -198,7 +198,9 @@ def _title(records: list[dict[str, Any]]) -> str:
 def compare(settings: Settings, placement: Placement, program: Sequence[str]) -> int:
     """Run both and show the comparison; returns the exit code."""
     if placement.num_replicas < 2:
-        raise SettingError("Asked to compare one replica with one. Give --replicas 2 or --gpus 2.")
+        raise ConfigurationError(
+            "Asked to compare one replica with one. Give --replicas 2 or --gpus 2."
+        )
     one = dataclasses.replace(settings, replicas=1, gpus=None)
     if placement.kind == "gpu" or placement.is_simulated:
         one = dataclasses.replace(one, replicas=None, gpus=placement.indices[:1])

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from unisono.devices import Placement, choose, num_gpus, remark_on_cores, select, simulated_gpus
-from unisono.errors import DataError, SettingError, UnisonoError
+from unisono.errors import ConfigurationError, DataError, UnisonoError
 from unisono.launch.client import current_world
 from unisono.launch.failure import Failure
 from unisono.launch.launcher import perform
@@ -221,7 +221,7 @@ def _check(settings: Settings) -> None:
     if world is None:
         place(settings)
     elif settings.replicas not in (None, world.size) or settings.is_compared:
-        raise SettingError(
+        raise ConfigurationError(
             f"Asked for --replicas or --compare in a run of {world.size} processes, each of which "
             "is one replica. Leave them out, or start the program without a launcher."
         )
@@ -285,7 +285,7 @@ def own_program() -> list[str]:
     if spec is not None:
         return ["-m", spec.name.removesuffix(".__main__")]
     if not os.path.exists(sys.argv[0]):
-        raise SettingError(
+        raise ConfigurationError(
             "Asked for replicas in separate processes, which run the file of this program; it has "
             "none. Save it to a file, or give begin arguments=[...] to stay in one process."
         )

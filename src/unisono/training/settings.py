@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.checkpoint.atomic import replacing
-from unisono.errors import OutputError, SettingError
+from unisono.errors import ConfigurationError, OutputError
 from unisono.imports import keras_backend
 
 BACKENDS = ("jax", "tensorflow", "torch")
@@ -116,7 +116,7 @@ def read(
     choose_backend(given.pop("backend"))
     settings = Settings(recipe=recipe, **given)
     if settings.replicas is not None and settings.gpus is not None:
-        raise SettingError("Asked for --replicas and for --gpus. Leave one of the two out.")
+        raise ConfigurationError("Asked for --replicas and for --gpus. Leave one of the two out.")
     return dataclasses.replace(settings, output=settings.output or f"{recipe}-results")
 
 
@@ -124,18 +124,18 @@ def choose_backend(name: str | None) -> None:
     """Set Keras' backend: the requested one, or Keras' default if it is installed."""
     chosen = name or keras_backend()
     if "keras" in sys.modules and chosen != keras_backend():
-        raise SettingError(
+        raise ConfigurationError(
             f"Asked for the backend {chosen}; Keras was already imported with {keras_backend()}. "
             "Call unisono.training.begin before the first import of keras."
         )
     installed = [each for each in BACKENDS if importlib.util.find_spec(each) is not None]
     if chosen not in installed:
         if not installed:
-            raise SettingError(
+            raise ConfigurationError(
                 "Found no backend of Keras. Install one: pip install jax, tensorflow or torch."
             )
         if name is not None or os.environ.get("KERAS_BACKEND"):
-            raise SettingError(
+            raise ConfigurationError(
                 f"Asked for the backend {chosen}; installed are {', '.join(installed)}. Choose "
                 f"among those (--backend {installed[0]}), or install {chosen}."
             )

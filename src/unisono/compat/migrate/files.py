@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from unisono.errors import SourceError
+from unisono.errors import DataError
 
 
 def read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise SourceError(
+        raise DataError(
             f"Asked to migrate {str(path)!r}; it cannot be read: {error.strerror}."
         ) from error
 
@@ -44,9 +44,7 @@ def replace(path: Path, before: bytes, after: bytes) -> Path:
                 os.unlink(name)
             raise
     except OSError as error:
-        raise SourceError(
-            f"Asked to write {str(path)!r}; that failed: {error.strerror}."
-        ) from error
+        raise DataError(f"Asked to write {str(path)!r}; that failed: {error.strerror}.") from error
     return backup
 
 

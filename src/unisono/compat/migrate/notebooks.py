@@ -13,7 +13,7 @@ from typing import Any
 
 from unisono.compat.migrate.files import Remark, lines_of, remarks_in
 from unisono.compat.syntax import check_syntax
-from unisono.errors import SourceError
+from unisono.errors import DataError
 
 _MAGIC = re.compile(r"^\s*(%|!|\?|\w[\w.]*\?|\w+\s*=\s*[%!])")
 _PYTHON_CELLS = ("%%time", "%%timeit", "%%capture", "%%prun")
@@ -77,17 +77,17 @@ def _parse(content: bytes, place: str) -> Any:
     try:
         return json.loads(content.decode("utf-8-sig"))
     except RecursionError as error:
-        raise SourceError(f"{place} is no notebook: its JSON is nested too deeply.") from error
+        raise DataError(f"{place} is no notebook: its JSON is nested too deeply.") from error
     except ValueError as error:
         line = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
-        raise SourceError(f"{place}{line} is no notebook: broken JSON ({error}).") from error
+        raise DataError(f"{place}{line} is no notebook: broken JSON ({error}).") from error
 
 
 def _code_cells(notebook: Any, place: str) -> dict[int, Any]:
     """The code cells by their number among all cells, from 1."""
     cells = notebook.get("cells") if isinstance(notebook, dict) else None
     if not isinstance(cells, list) or not all(isinstance(cell, dict) for cell in cells):
-        raise SourceError(
+        raise DataError(
             f"{place} is no notebook of format 4: it has no list of cells. Open and save it with "
             "a recent Jupyter first."
         )
@@ -104,7 +104,7 @@ def _source(cell: Any, place: str) -> str:
         return "".join(source)
     if isinstance(source, str):
         return source
-    raise SourceError(f"{place} is no notebook: a cell has no text as its source.")
+    raise DataError(f"{place} is no notebook: a cell has no text as its source.")
 
 
 def _set_aside(text: str, marks: _Marks, place: str, number: int) -> str | None:
@@ -118,7 +118,7 @@ def _set_aside(text: str, marks: _Marks, place: str, number: int) -> str | None:
         try:
             check_syntax("\n".join(lines), f"{place}, cell {number}")
             return "\n".join(lines)
-        except SourceError as error:
+        except DataError as error:
             # Only where Python stumbles: a line of a longer expression may begin with % too.
             line = _line_of(error)
             if not 0 <= line < len(lines) or not _MAGIC.match(lines[line]):
@@ -131,7 +131,7 @@ def _set_aside(text: str, marks: _Marks, place: str, number: int) -> str | None:
             lines[line:end] = [f"{indent}{marks.line}{len(marks.aside) - 1}"]
 
 
-def _line_of(error: SourceError) -> int:
+def _line_of(error: DataError) -> int:
     cause = error.__cause__
     return (cause.lineno or 0) - 1 if isinstance(cause, SyntaxError) else -1
 

@@ -15,7 +15,7 @@ from unisono.compat.migrate.keys import Keys
 from unisono.compat.migrate.rewriting import Rewriting
 from unisono.compat.migrate.sessions import Sessions
 from unisono.compat.syntax import check_syntax, too_deep
-from unisono.errors import SourceError
+from unisono.errors import DataError
 
 _MAX_ROUNDS = 5
 _MAX_FRAMES = 20_000
@@ -32,7 +32,7 @@ class Migrated:
 
 
 def migrate_source(code: bytes, place: str) -> Migrated:
-    """Rewrite a program; `place` names it in messages. SourceError if it is not Python 3.
+    """Rewrite a program; `place` names it in messages. DataError if it is not Python 3.
 
     >>> migrated = migrate_source(b"from keras.optimizers import sgd\\n", "old.py")
     >>> migrated.code
@@ -44,9 +44,9 @@ def migrate_source(code: bytes, place: str) -> Migrated:
             before = cst.parse_module(code)
             after = translate(before)
     except (cst.ParserSyntaxError, UnicodeDecodeError) as error:
-        raise SourceError(f"{place} can't be read by LibCST: {error}") from error
+        raise DataError(f"{place} can't be read by LibCST: {error}") from error
     except RecursionError as error:
-        raise SourceError(too_deep(place)) from error
+        raise DataError(too_deep(place)) from error
     return Migrated(
         after.bytes,
         before.code.splitlines(keepends=True),
