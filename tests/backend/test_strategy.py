@@ -115,7 +115,7 @@ def test_mirrored_strategy_takes_every_gpu(monkeypatch):
     [
         ([], "Give a list of names"),
         ("GPU:0", "Give a list of names"),
-        (["TPU:0"], "no names such as"),
+        (["TPU:0"], "not device names such as"),
         (["GPU:0", "CPU:0"], "Choose one kind"),
         (["GPU:0", "GPU:0"], "repeats an id"),
         (["GPU:7"], r"this machine has \[0, 1\]"),
