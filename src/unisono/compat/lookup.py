@@ -65,7 +65,9 @@ def parse_devices(devices: Sequence[str]) -> tuple[str, list[int]]:
     matches = [re.fullmatch(r"(?:.*[/:])?(gpu|cpu):(\d+)", str(name).lower()) for name in devices]
     if not all(matches):
         bad = [name for name, match in zip(devices, matches, strict=True) if match is None]
-        raise DeviceError(f'Asked for devices {bad}, not device names such as "GPU:0".')
+        raise DeviceError(
+            f'Asked for devices {bad}, not device names such as "GPU:0". Give GPUs or CPUs by id.'
+        )
     kinds = {match[1] for match in matches if match}
     ids = [int(match[2]) for match in matches if match]
     if len(kinds) > 1:
