@@ -28,6 +28,7 @@ from unisono.data.arrays import serving
 from unisono.data.feed import Feed
 from unisono.data.shards import nearest_divisible
 from unisono.devices import Placement
+from unisono.devices.cpu_layers import chosen_cpu_layers
 from unisono.hooks import bind, original, unbind
 from unisono.keras_internals import INITIAL_EPOCH, can_convert_arrays, is_default
 from unisono.launch.client import current_world
@@ -345,10 +346,13 @@ def _announcement(framework: Framework, placement: Placement, global_batch: int 
     noun = "replica" if count == 1 else "replicas"
     line = f"unisono: {framework.name}, {count} {noun} on {placement}; global batch "
     if global_batch is None:
-        return line + f"as the data yields it, 1/{count} of it per replica"
-    if global_batch % count == 0:
-        return line + f"{global_batch} = {count} x {global_batch // count} per replica"
-    return line + f"{global_batch}, about {global_batch / count:.1f} per replica"
+        line += f"as the data yields it, 1/{count} of it per replica"
+    elif global_batch % count == 0:
+        line += f"{global_batch} = {count} x {global_batch // count} per replica"
+    else:
+        line += f"{global_batch}, about {global_batch / count:.1f} per replica"
+    layers = chosen_cpu_layers(placement, framework.cpu_layers)
+    return line + (f"; cheaper CPU layers: {', '.join(sorted(layers))}" if layers else "")
 
 
 def _warn_of_batch(framework: Framework, placement: Placement, global_batch: int | None) -> None:

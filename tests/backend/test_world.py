@@ -18,6 +18,7 @@ from own_loops import BY_HAND, LOOPS, jax_guide_in_scope, stateful_fit
 from exactness.case import FLOAT32
 from exactness.cases import CASES
 from exactness.results import largest_deviation, read_cells
+from unisono.backends import load_framework
 
 HERE = Path(__file__).parent
 BACKEND = keras.backend.backend()
@@ -282,6 +283,14 @@ def test_the_guides_loop_in_a_scope_and_a_stateful_layer(world):
         for one, other in zip(expected, found, strict=True):
             deviation = largest_deviation([one], [[np.asarray(part) for part in other]])
             assert deviation.value <= FLOAT32, deviation
+
+
+def test_the_announcement_names_cheaper_layers(world):
+    """A cheaper step is no parallelism, so a run says where it has one."""
+    lines = [line for line in world.done.stdout.splitlines() if line.startswith("unisono: ")]
+    names = ", ".join(sorted(load_framework().cpu_layers))
+    assert lines
+    assert all(line.endswith(f" per replica; cheaper CPU layers: {names}") for line in lines)
 
 
 def measured(names: tuple[str, ...], folder: Path) -> dict[str, Any]:

@@ -40,6 +40,8 @@ class Framework(FrameworkState, Protocol):
     """What starts its devices, in words."""
     needs_even_batches: bool
     """Whether a batch that does not divide by the replicas is computed by each of them."""
+    cpu_layers: frozenset[str]
+    """Names of the cheaper layer computations that it has for CPUs; see devices/cpu_layers.py."""
 
     def why_too_late(self, module: Any, policy: Policy) -> str | None:
         """What has started and fixed what a policy would set; None while there is time."""

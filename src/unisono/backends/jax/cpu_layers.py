@@ -16,9 +16,10 @@ import keras
 from jax import lax, numpy
 from keras import layers
 
+from unisono.backends.jax.framework import JaxFramework
 from unisono.hooks import bind, original, unbind
 
-KNOWN = frozenset({"conv", "max_pool"})
+KNOWN = JaxFramework.cpu_layers
 _MAX_WINDOW = 16
 """Pixels of a window that are compared one by one; beyond that the search is not slower."""
 

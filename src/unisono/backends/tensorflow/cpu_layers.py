@@ -17,13 +17,14 @@ import keras
 import tensorflow as tf
 from keras import layers, ops
 
+from unisono.backends.tensorflow.framework import TensorFlowFramework
 from unisono.backends.tensorflow.internals import GraphOrParentsInXlaContext
 from unisono.backends.tensorflow.replica import TensorFlowReplica
 from unisono.devices import Placement
 from unisono.devices.cpu_layers import chosen_cpu_layers
 from unisono.hooks import bind, original, unbind
 
-KNOWN = frozenset({"conv_1x1", "conv_bias", "batch_norm"})
+KNOWN = TensorFlowFramework.cpu_layers
 _MAX_PIXELS = 32
 """The most pixels of an image that one sum of a batch norm runs over."""
 

@@ -13,12 +13,13 @@ import keras
 import torch
 from keras import layers, ops
 
+from unisono.backends.torch.framework import TorchFramework
 from unisono.backends.torch.replica import TorchReplica
 from unisono.devices import Placement
 from unisono.devices.cpu_layers import chosen_cpu_layers
 from unisono.hooks import bind, original, unbind
 
-KNOWN = frozenset({"batch_norm", "conv", "pool"})
+KNOWN = TorchFramework.cpu_layers
 # Statistics are taken over pieces of a batch: the kernels sum up one value after the other, which
 # over many rows would cost digits.
 _PIECE_ROWS = 2048

@@ -34,6 +34,7 @@ class TorchFramework:
     first_use = "`import keras`, which asks CUDA for its GPUs, or `unisono.parallel`"
     needs_even_batches = False
     donates_buffers = False
+    cpu_layers = frozenset({"batch_norm", "conv", "pool"})
 
     # -- device settings -----------------------------------------------------------------------
 
