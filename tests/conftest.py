@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -126,3 +127,9 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     """Where processes write their numbers; whoever is left is ended with the test."""
     yield tmp_path
     end_all(pids_in(tmp_path))
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as trial:
+        return trial.getsockname()[1]

@@ -1,72 +1,13 @@
 """Who a process is, as each launcher's variables say it: a table of environments."""
 
-import json
 import os
 
 import pytest
+from launcher_variables import AGENT, BATCH, MPICH, OPEN_MPI, OURS, SHELL, SRUN, TORCHRUN, tf_config
 
 from unisono import topology as ask
 from unisono.errors import LaunchError
 from unisono.topology import JOINED, Topology, read_topology
-
-OURS = {
-    "UNISONO_RANK": "3",
-    "UNISONO_WORLD_SIZE": "6",
-    "UNISONO_LOCAL_RANK": "0",
-    "UNISONO_LOCAL_SIZE": "3",
-    "UNISONO_NODE": "1",
-    "UNISONO_NUM_NODES": "2",
-    "UNISONO_COORDINATOR": "10.0.0.1:4000",
-}
-TORCHRUN = {
-    "RANK": "5",
-    "WORLD_SIZE": "8",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "4",
-    "GROUP_RANK": "1",
-    "GROUP_WORLD_SIZE": "2",
-    "MASTER_ADDR": "a",
-    "MASTER_PORT": "29500",
-    "TORCHELASTIC_RUN_ID": "none",
-}
-OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "2",
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    "OMPI_COMM_WORLD_NODE_RANK": "0",
-}
-MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
-# Of a batch script of a job with four tasks, as sbatch sets them.
-BATCH = {
-    "SLURM_JOB_ID": "17",
-    "SLURM_PROCID": "0",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "0",
-    "SLURM_NTASKS": "4",
-    "SLURM_NNODES": "2",
-    "SLURM_TASKS_PER_NODE": "2(x2)",
-    "SLURM_JOB_NODELIST": "n[1-2]",
-}
-SRUN = BATCH | {
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "3",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "1",
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-    "SLURM_STEP_NODELIST": "n[1-2]",
-}
-SHELL = BATCH | {"SLURM_STEP_ID": str(0xFFFFFFFA), "SLURM_STEP_NUM_TASKS": "1"}
-# srun starts torchrun's agent, or MPI's, once a node.
-AGENT = SRUN | {"SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
-
-
-def tf_config(kind: str | None, index: int = 0, **cluster: list[str]) -> dict[str, str]:
-    task = {"task": {"type": kind, "index": index}} if kind else {}
-    return {"TF_CONFIG": json.dumps({"cluster": cluster} | task)}
-
 
 WORKERS = ["a:1", "a:2", "b:1"]
 CASES = {

@@ -10,7 +10,7 @@ import sys
 import time
 
 import pytest
-from test_events import progress, writer
+from event_records import progress, writer
 
 from unisono.devices import Device
 from unisono.monitor.events import EventFile, RankEvents, ticks_of

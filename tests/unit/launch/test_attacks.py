@@ -12,11 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from launcher_variables import ONE_NODE, SECRET, of_node, start, task, tf_config, told
 from launching import wait_for
-from test_environments import ONE_NODE, start, told
-from test_nodes import SECRET, of_node, port  # noqa: F401
-from test_slurm_step import task
-from test_topology import tf_config
 
 from unisono.launch.environments import server_address
 from unisono.slurm.step import coordinator, read_step
@@ -116,7 +113,7 @@ def test_a_process_whose_messages_make_no_sense_is_named(run, script, folder, ho
     assert "did not come to" not in last
 
 
-def test_a_flood_passes_and_nodes_get_in(run, port, script, folder):  # noqa: F811
+def test_a_flood_passes_and_nodes_get_in(run, port, script, folder):
     few_files = ["sh", "-c", 'ulimit -n 64; exec "$@"', "sh"]
     first = run(*of_node(2, 0, port), script, folder, "go", prefix=few_files, **SECRET)
     deadline = time.monotonic() + 30

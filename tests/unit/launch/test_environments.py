@@ -12,69 +12,22 @@ from hashlib import sha256
 from importlib.machinery import PathFinder
 
 import pytest
-from launching import FOREIGN, NAMES
-from test_topology import MPICH, OPEN_MPI, SRUN, TORCHRUN, tf_config
+from launcher_variables import (
+    ONE_NODE,
+    OPEN_MPI,
+    SCRIPT,
+    SRUN,
+    TORCHRUN,
+    start,
+    tf_config,
+    told,
+)
 
 from unisono.errors import LaunchError
 from unisono.joining import is_command
 from unisono.launch.environments import ServerAddress, first_host, rendezvous, server_address
 from unisono.launch.wire import secret_of_run, shared_secret
 from unisono.topology import Topology, read_topology
-
-SCRIPT = """
-import json, os, unisono
-from unisono.launch.client import current_world
-facts, world = unisono.topology(), current_world()
-ranks = world.all_gather("who", facts.rank)
-line = json.dumps([facts.launcher, ranks, facts.coordinator, world.host])
-os.write(1, (line + chr(10)).encode())  # At once, as another process may write to the same pipe.
-"""
-TORCH = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "nowhere", "MASTER_PORT": "1"}
-ONE_NODE = {
-    "torchrun": lambda rank: TORCH | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-    "openmpi": lambda rank: {
-        "OMPI_COMM_WORLD_RANK": str(rank),
-        "OMPI_COMM_WORLD_SIZE": "2",
-        "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
-        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-        "PMIX_NAMESPACE": "prterun-1",
-    },
-    "mpich": lambda rank: MPICH | {"PMI_RANK": str(rank), "MPI_LOCALRANKID": str(rank)},
-    "slurm": lambda rank: (
-        SRUN
-        | {
-            "SLURM_PROCID": str(rank),
-            "SLURM_LOCALID": str(rank),
-            "SLURM_NODEID": "0",
-            "SLURM_STEP_NUM_TASKS": "2",
-            "SLURM_STEP_NUM_NODES": "1",
-            "SLURM_STEP_TASKS_PER_NODE": "2",
-        }
-    ),
-    "tf_config": lambda rank: tf_config("worker", rank, worker=["a:1", "a:2"]),
-}
-
-
-def start(folder, env, script=SCRIPT) -> subprocess.Popen:
-    inherited = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(FOREIGN) and name not in NAMES
-    }
-    inherited |= {"TMPDIR": str(folder), "XDG_RUNTIME_DIR": "", "HOME": str(folder)}
-    return subprocess.Popen(
-        [sys.executable, "-c", script],
-        env=inherited | {"UNISONO_START_TIMEOUT": "30"} | env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def told(processes) -> list:
-    ends = [process.communicate(timeout=60) for process in processes]
-    assert all(process.returncode == 0 for process in processes), ends
-    return [json.loads(out) for out, _ in ends]
 
 
 @pytest.mark.parametrize("launcher", ONE_NODE)

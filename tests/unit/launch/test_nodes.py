@@ -7,15 +7,8 @@ import socket
 import time
 
 import pytest
+from launcher_variables import SECRET, of_node
 from launching import END_S, SCRIPT, Run, ended_within, pids_in, wait_for
-
-SECRET = {"UNISONO_SECRET": "known to all nodes"}
-
-
-@pytest.fixture
-def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as trial:
-        return trial.getsockname()[1]
 
 
 @pytest.fixture
@@ -31,11 +24,6 @@ def nodes(run, port):
         ]
 
     return start
-
-
-def of_node(num_nodes: int, node: int, port: int) -> list[object]:
-    place = ["--nodes", num_nodes, "--node-rank", node]
-    return [*place, "--coordinator", f"127.0.0.1:{port}"]
 
 
 def test_ranks_go_through_the_nodes_in_order(nodes, folder):

@@ -5,56 +5,22 @@ import json
 import os
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from event_records import progress, writer
 
 from unisono.monitor.events import (
     EventFile,
-    Progress,
     RunsReader,
-    Writer,
     read_runs,
     run_name,
     runs_folder,
     ticks_of,
 )
-
-
-def writer(**changes) -> Writer:
-    usual = Writer(
-        run="run",
-        host=socket.gethostname(),
-        pid=os.getpid(),
-        started=ticks_of(os.getpid()),
-        rank=0,
-        world_size=2,
-        num_replicas=1,
-        devices="cpu 0",
-        backend="jax",
-        program="train.py",
-        began=1.0,
-    )
-    return dataclasses.replace(usual, **changes)
-
-
-def progress(**changes) -> Progress:
-    usual = Progress(
-        at=5.0,
-        epoch=1,
-        num_epochs=3,
-        step=7,
-        num_steps=10,
-        samples_per_s=640.0,
-        steps_per_s=10.0,
-        input_wait=0.1,
-        loss=0.5,
-    )
-    return dataclasses.replace(usual, **changes)
 
 
 def test_the_last_record_of_each_process_is_read(tmp_path):

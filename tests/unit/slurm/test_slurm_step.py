@@ -1,34 +1,11 @@
 """What srun gave a task: read from its variables, and judged before anything is loaded."""
 
 import pytest
-from test_topology import SRUN
+from launcher_variables import task
 
 from unisono.errors import LaunchError
 from unisono.slurm.step import fit_ranks, launcher_role, read_step, remark_on_allocation
 from unisono.topology import read_topology
-
-
-def task(
-    tasks: str, gpus: int, *, nodes: int = 2, node: int = 0, local: int = 0, seen=None
-) -> dict:
-    """The variables of a task on one of some nodes, with `tasks` such as `2(x2)`."""
-    each = int(tasks.split("(")[0].split(",")[0])
-    total = sum(
-        int(part.split("(x")[0]) * int(part.rstrip(")").split("(x")[1] if "(x" in part else 1)
-        for part in tasks.split(",")
-    )
-    numbers = {
-        "SLURM_PROCID": node * each + local,
-        "SLURM_LOCALID": local,
-        "SLURM_NODEID": node,
-        "SLURM_STEP_NUM_TASKS": total,
-        "SLURM_STEP_NUM_NODES": nodes,
-        "SLURM_STEP_TASKS_PER_NODE": tasks,
-    }
-    if gpus:
-        numbers["SLURM_GPUS_ON_NODE"] = gpus
-        numbers["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(seen or gpus)))
-    return SRUN | {name: str(value) for name, value in numbers.items()}
 
 
 def fit(env: dict):
