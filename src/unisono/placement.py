@@ -23,25 +23,25 @@ def device(name: str) -> AbstractContextManager[None]:
     >>> where(ones).devices
     ('cpu:0',)
     """
-    engine = _engine()
+    backend = _backend()
     # CPU devices are virtual: as many as are set aside, less those that answer as GPUs.
     num_cpus = num_reserved() - simulated_gpus()
     placement = find(
-        name, num_gpus=lambda: simulated_gpus() or engine.num_gpus(), num_cpus=num_cpus
+        name, num_gpus=lambda: simulated_gpus() or backend.num_gpus(), num_cpus=num_cpus
     )
-    return _DeviceScope(engine, placement)
+    return _DeviceScope(backend, placement)
 
 
 class _DeviceScope(ContextDecorator, AbstractContextManager[None]):
-    """An engine's scope, entered as often as one likes: again, in itself, or as a decorator."""
+    """An backend's scope, entered as often as one likes: again, in itself, or as a decorator."""
 
-    def __init__(self, engine: Backend, placement: Placement) -> None:
-        self._engine = engine
+    def __init__(self, backend: Backend, placement: Placement) -> None:
+        self._backend = backend
         self._placement = placement
         self._entered: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> None:
-        scope = self._engine.device_scope(self._placement)
+        scope = self._backend.device_scope(self._placement)
         scope.__enter__()
         self._entered.append(scope)
 
@@ -69,10 +69,10 @@ def where(value: Any) -> Any:
     if isinstance(value, (np.ndarray, np.generic)):
         return location(value.shape, value.nbytes, {HOST: value.nbytes})
     if isinstance(value, keras.Variable):
-        return _located(_engine(), [value])[0]
+        return _located(_backend(), [value])[0]
     if isinstance(value, (keras.Layer, keras.optimizers.Optimizer, keras.metrics.Metric)):
-        return _located(_engine(), _variables_of(value))
-    found = None if isinstance(value, keras.KerasTensor) else _engine().locate([value])[0]
+        return _located(_backend(), _variables_of(value))
+    found = None if isinstance(value, keras.KerasTensor) else _backend().locate([value])[0]
     if found is None:
         raise ModelError(
             f"Asked where a {type(value).__name__} lives; found nothing that a device holds. Give "
@@ -88,12 +88,12 @@ def log_placement(is_on: bool = True) -> None:
 
     >>> log_placement(False)
     """
-    reason = _engine().log_placement(is_on)
+    reason = _backend().log_placement(is_on)
     if reason is not None and is_on:
         print(f"unisono: {reason}; print unisono.where(result) instead", flush=True)
 
 
-def _engine() -> Backend:
+def _backend() -> Backend:
     import keras
 
     return load_backend(keras.backend.backend())
@@ -114,9 +114,9 @@ def _variables_of(owner: Any) -> list[Any]:
     return list({id(variable): variable for variable in variables}.values())
 
 
-def _located(engine: Backend, variables: list[Any]) -> Locations:
+def _located(backend: Backend, variables: list[Any]) -> Locations:
     records: list[Location] = []
-    for variable, found in zip(variables, engine.locate(variables), strict=True):
+    for variable, found in zip(variables, backend.locate(variables), strict=True):
         if found is None:
             raise ModelError(
                 f"Asked where the variable {variable.path!r} lives; it has no value at the moment. "

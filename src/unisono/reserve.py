@@ -19,7 +19,7 @@ _RESERVED_CPUS = 8
 
 def reserve() -> None:
     """Arrange for TensorFlow to offer virtual CPU devices, now or when it is imported."""
-    # A variable that makes no sense is told to who asks for devices, not to who imports.
+    # A malformed variable is reported by the calls that use devices, not by the import.
     with contextlib.suppress(DeviceError):
         if keras_backend() != "tensorflow" or (num_gpus() and not simulated_gpus()):
             return
@@ -44,6 +44,6 @@ def _configure(tensorflow: Any) -> None:
     if tensorflow.config.get_logical_device_configuration(cpu) not in (None, []):
         return  # The program has chosen for itself.
     configuration = tensorflow.config.LogicalDeviceConfiguration()
-    # Already started: the engine says so if CPU replicas are ever asked for.
+    # Already started: the backend reports it if CPU replicas are ever asked for.
     with contextlib.suppress(RuntimeError, DeviceError):
         tensorflow.config.set_logical_device_configuration(cpu, [configuration] * num_reserved())

@@ -2,7 +2,7 @@
 
 A step is one update by the optimizer, so a schedule means the same on every backend and whatever
 the global batch. Schedules take a rate or another schedule, Keras' own too, so they compose. Asked
-for a plain number they answer with one, which is for printing, plotting and own loops.
+for a plain number they answer with one, which is for printing, plotting and custom training loops.
 """
 
 import math

@@ -50,7 +50,7 @@ def _serve(channel: Channel) -> None:
     result = function(*args, **kwargs)
     world = current_world()
     if world is not None:
-        world.leave()  # Not lost: whoever still waits for this one is told that it has ended.
+        world.leave()  # A regular end: a process that still waits for this one gets an error that says so.
     send_result(channel, result)
 
 

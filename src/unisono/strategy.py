@@ -47,10 +47,10 @@ class Strategy:
         import keras
 
         global _last
-        engine = load_backend(keras.backend.backend())
-        engine.prepare(placement)
+        backend = load_backend(keras.backend.backend())
+        backend.prepare(placement)
         self._placement = placement
-        self._loop: CustomLoop = engine.custom_loop(placement)
+        self._loop: CustomLoop = backend.custom_loop(placement)
         self._sync_batch_norm = sync_batch_norm
         _last = self
 

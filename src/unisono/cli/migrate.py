@@ -18,7 +18,7 @@ def add_to(commands: Any) -> None:
         "migrate",
         help="rewrite an old script or notebook to Keras 3 and unisono",
         description="Rewrite an old script or notebook to Keras 3 and unisono. Shows the changes "
-        "as a diff unless told to write them.",
+        "as a diff unless --write is given.",
     )
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--diff", action="store_true", help="show the changes (the default)")

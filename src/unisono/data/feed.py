@@ -1,9 +1,9 @@
-"""What a process of a run feeds its steps: its share of every global batch, agreed on before use.
+"""What a process of a run feeds its steps: its shard of every global batch, agreed on before use.
 
 Arrays are indexed, so a process reads its own rows only, in the order that Keras itself would take
 them. Any other data yields the same global batches in every process, which keeps its rows. Before
-each step the processes meet and compare what they are about to do: a difference is an error of
-all of them, and never a collective in which one is missing.
+each step the processes compare what they are about to do: a difference is an error in all of them,
+never a collective in which one is missing.
 """
 
 import zlib

@@ -77,7 +77,7 @@ def _is_per_sample(loss: Any) -> bool:
 
 
 def is_sum_of_samples(metric: Any) -> bool:
-    """Whether a metric's state is a sum over samples, so that replicas' states add up."""
+    """Whether a metric's state is a sum over samples, so that replicas' states can be summed."""
     if not type(metric).__module__.startswith("keras."):
         return False
     function = keras_internals.function_of(metric)

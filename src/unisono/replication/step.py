@@ -34,8 +34,8 @@ class StepState:
     updated_metrics: dict[int, int] = field(default_factory=dict)
     """Ids of metrics that this step updated, each with its place in their order."""
     reduces_updated_only: bool = False
-    """Whether metrics that the step does not use may differ between replicas: in an own loop they
-    are found by a search through the process, which knows neither order nor meaning."""
+    """Whether metrics that the step does not use may differ between replicas: in a custom
+    training loop they are found by a search through the process, in no meaningful order."""
     is_reduced: bool = True
     results: dict[str, Any] = field(default_factory=dict)
     """The results of metrics that the trainer has read since then."""
@@ -79,7 +79,7 @@ class Trial:
 
 
 class Replica(Protocol):
-    """One replica in the middle of a step, as an engine presents it."""
+    """One replica in the middle of a step, as a backend presents it."""
 
     state: StepState
     share: Any
@@ -139,7 +139,7 @@ def update_metric(
         )
         replicated.add(id(metric))
     else:
-        # With a weight beside it, which is the number of rows, the replicas' sums add up.
+        # With a weight beside it, which is the number of rows, the replicas' states can be summed.
         args, kwargs = _sums_as_means(replica, kinds[:1], (args, kwargs))
     return plain(*args, **kwargs)
 
