@@ -50,7 +50,8 @@ def _serve(channel: Channel) -> None:
     result = function(*args, **kwargs)
     world = current_world()
     if world is not None:
-        world.leave()  # A regular end: a process that still waits for this one gets an error that says so.
+        # A regular end: a process that still waits for this one gets an error that says so.
+        world.leave()
     send_result(channel, result)
 
 

@@ -2,7 +2,8 @@
 
 For the backends where a replica's program sees only its own rows (TensorFlow, torch). Each
 replica r holds the fraction s_r = n_r / n of the global batch. Gradients are summed over replicas
-weighted by s_r, so whatever a replica minimizes counts as a mean over its rows. Where that is not so (a masked or contrastive loss, a metric whose state is no sum), the
+weighted by s_r, so whatever a replica minimizes counts as a mean over its rows. Where
+that is not so (a masked or contrastive loss, a metric whose state is no sum), the
 outputs, targets and weights of all replicas are gathered first and every replica computes the
 global value. `add_loss`, `compute_loss` and a user's own `train_step` may have sums: loss_check
 finds out.

@@ -78,8 +78,8 @@ class Records:
             path.write_bytes(script.encode(errors="surrogateescape"))
         except OSError as error:
             raise LaunchError(
-                f"Wanted to keep the batch script in {self._folder}: {error}. Free some disk space, or "
-                "set XDG_STATE_HOME to a folder that can be written to."
+                f"Wanted to keep the batch script in {self._folder}: {error}. Free some disk "
+                "space, or set XDG_STATE_HOME to a folder that can be written to."
             ) from error
         return path
 
