@@ -191,10 +191,10 @@ def test_nothing_is_imported_that_imports_keras():
     """The backend joins a run while Keras itself is being imported."""
     package = "backends.tensorflow"
     allowed = {f"{package}.{name}" for name in ("collectives", "files", "internals")}
-    allowed.add("patches")
+    allowed.add("hooks")
     for name in (f"{package}.distributed", *allowed):
         module = importlib.import_module(f"unisono.{name}")
         source = Path(module.__file__).read_text()
         assert re.findall(r"^(?:import|from) keras", source, re.MULTILINE) == []
-        ours = set(re.findall(r"^from unisono\.(backends\.[\w.]+|patches)", source, re.MULTILINE))
+        ours = set(re.findall(r"^from unisono\.(backends\.[\w.]+|hooks)", source, re.MULTILINE))
         assert ours <= allowed
