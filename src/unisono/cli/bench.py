@@ -12,7 +12,6 @@ import itertools
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from unisono.backends import load_framework
 from unisono.bench.nets import PER_REPLICA
 from unisono.bench.peers import PEERS
 from unisono.bench.race import Race, Way, run_race
@@ -172,7 +172,7 @@ def cpu_layer_choices(asked: str, backend: str) -> dict[str, str | None]:
     if asked in ("", "all", "none"):
         every: dict[str, str | None] = {"": None, "none": "0"}
         return {name: every[name] for name in ([asked.removeprefix("all")] if asked else every)}
-    known = known_cpu_layers(backend)
+    known = load_framework(backend).cpu_layers
     if asked == "ablate":
         off = {f"no_{name}": ",".join(known - {name}) or "0" for name in sorted(known)}
         return {"": None, "none": "0", **off}
@@ -182,19 +182,6 @@ def cpu_layer_choices(asked: str, backend: str) -> dict[str, str | None]:
             f"{', '.join(sorted(known)) or 'none'}. Give some of these, all, none or ablate."
         )
     return {asked: asked}
-
-
-def known_cpu_layers(backend: str) -> frozenset[str]:
-    """The names of a backend's CPU layers, from a process that may import its framework."""
-    module = f"unisono.backends.{backend}.cpu_layers"
-    program = f"from {module} import KNOWN; print('\\n', *KNOWN)"
-    env = {**os.environ, "KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False
-    )
-    return (
-        frozenset(done.stdout.rpartition("\n ")[2].split()) if not done.returncode else frozenset()
-    )
 
 
 def ways_of(

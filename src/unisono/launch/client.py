@@ -114,10 +114,6 @@ class World:
         """Add to a number on the server; returns the sum."""
         return int(self._ask({"do": "add", "key": key, "amount": amount})["value"])
 
-    def doing(self, what: str) -> None:
-        """Note what this process is doing, for the report if something fails."""
-        self._doing = what
-
     def leave(self) -> None:
         """Tell the server that this process calls no further collectives."""
         if self._is_left or not self.is_ours:

@@ -184,15 +184,6 @@ def _may_filter() -> bool:
     return True
 
 
-def answer_only(sock: socket.socket, addresses: Iterable[str]) -> None:
-    """Let a socket of ours that is about to listen answer loopback and `addresses` alone.
-
-    For one that authenticates its callers: where no filter can be set, that has to do.
-    """
-    with contextlib.suppress(OSError):
-        _attach(sock, _program(addresses))
-
-
 def _attach(
     sock: socket.socket, instructions: Sequence[_Instruction], option: int = _SO_ATTACH_FILTER
 ) -> None:

@@ -18,7 +18,7 @@ from unisono.bench.script import warm
 from unisono.cli import bench as benchmark
 from unisono.cli import main
 from unisono.cli.bench import ways_of
-from unisono.errors import BenchError
+from unisono.errors import LaunchError
 
 SCRIPT = """
 import keras, numpy as np, unisono
@@ -139,18 +139,17 @@ def test_the_ways_of_a_race():
     assert peers == [Way("keras_ddp", 2, 2), Way("raw_ddp", 2, 2)]
 
 
-def test_an_ablation_turns_each_cpu_layer_off_in_turn(monkeypatch):
-    monkeypatch.setattr(benchmark, "known_cpu_layers", lambda backend: frozenset({"pool", "conv"}))
-    assert benchmark.cpu_layer_choices("ablate", "torch") == {
+def test_an_ablation_turns_each_cpu_layer_off_in_turn():
+    assert benchmark.cpu_layer_choices("ablate", "jax") == {
         "": None,
         "none": "0",
-        "no_conv": "pool",
-        "no_pool": "conv",
+        "no_conv": "max_pool",
+        "no_max_pool": "conv",
     }
-    assert benchmark.cpu_layer_choices("pool", "torch") == {"pool": "pool"}
-    assert title_of("together:no_pool", TITLES) == "unisono run, without pool"
-    with pytest.raises(BenchError, match="CPU layers norm; torch has conv, pool"):
-        benchmark.cpu_layer_choices("norm", "torch")
+    assert benchmark.cpu_layer_choices("conv", "jax") == {"conv": "conv"}
+    assert title_of("together:no_max_pool", TITLES) == "unisono run, without max_pool"
+    with pytest.raises(LaunchError, match="CPU layers norm; jax has conv, max_pool"):
+        benchmark.cpu_layer_choices("norm", "jax")
 
 
 def bench(*words: object, folder) -> subprocess.CompletedProcess[str]:

@@ -22,8 +22,6 @@ from unisono.reserve import num_reserved
 class JaxBackend:
     """See base.Backend."""
 
-    backend = "jax"
-
     def num_gpus(self) -> int:
         return 0 if jax.default_backend() == "cpu" else jax.local_device_count()
 

@@ -28,8 +28,6 @@ _is_logging = False
 class TensorFlowBackend:
     """See base.Backend."""
 
-    backend = "tensorflow"
-
     def num_gpus(self) -> int:
         return len(tf.config.get_visible_devices("GPU"))
 

@@ -86,7 +86,7 @@ class SingleReplica:
 
 
 class Trainer(abc.ABC):
-    """Hooks on a model whose steps run on several replicas; see base.Adopted."""
+    """Hooks on a model whose steps run on several replicas; see base.ReplicatedModel."""
 
     feed: Feed | None = None
     """The source of this process' shards in a run of several processes."""

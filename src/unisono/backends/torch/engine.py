@@ -24,8 +24,6 @@ from unisono.replication.checksums import names_of, own_checksums
 class TorchBackend:
     """See base.Backend."""
 
-    backend = "torch"
-
     def num_gpus(self) -> int:
         return int(torch.cuda.device_count())
 

@@ -39,8 +39,8 @@ class TorchFramework:
     # -- device settings -----------------------------------------------------------------------
 
     def why_too_late(self, torch: Any, policy: Policy) -> str | None:
-        team = sys.modules.get("unisono.backends.torch.worker_pool")
-        if team is not None and team.has_started():
+        pool = sys.modules.get("unisono.backends.torch.worker_pool")
+        if pool is not None and pool.has_started():
             return "unisono has started torch's worker processes"
         if policy.gpus is not None and has_cuda_started():
             return "CUDA has started in this process"
