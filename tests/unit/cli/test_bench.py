@@ -226,7 +226,10 @@ def test_a_race_that_is_ended_leaves_nobody_behind(tmp_path, number):
         assert "Traceback" not in said
         if number != signal.SIGKILL:
             assert "digits, torch: warming up plain-2 (1 of " in said
-            assert "unisono: ended by a signal; what is not in the tables above is lost." in said
+            assert (
+                "unisono: ended by a signal; results that are not in the tables above are lost."
+                in said
+            )
             assert not list(tmp_path.glob("unisono-bench-*"))
     finally:
         process.kill()

@@ -9,8 +9,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 MOMENTUM, LEARNING_RATE = 0.9, 5e-3
 NORM_MOMENTUM, NORM_EPSILON = 0.99, 1e-3
 
@@ -26,7 +24,10 @@ class Layers(ABC):
         self.dropout_key = dropout_key
         self._is_new = params is None
         self._taken = 0
-        self._rng = np.random.default_rng(0)
+        import numpy  # The command line lists these loops without it.
+
+        self._np = numpy
+        self._rng = numpy.random.default_rng(0)
 
     def conv(
         self, x: Any, filters: int, size: int, *, strides: int = 1, padding: str = "SAME"
@@ -41,16 +42,16 @@ class Layers(ABC):
     def conv_norm(self, x: Any, filters: int, size: int, **options: Any) -> Any:
         """Convolution, batch norm and ReLU."""
         x = self.conv(x, filters, size, **options)
-        gamma, beta = (self._take(fill, (filters,)) for fill in (np.ones, np.zeros))
+        gamma, beta = (self._take(fill, (filters,)) for fill in (self._np.ones, self._np.zeros))
         mean, variance = self.moments(x)
         self.statistics += [mean, variance]
         scale = gamma * (variance + NORM_EPSILON) ** -0.5
         return self.relu(x * scale + (beta - mean * scale))
 
     def _weights(self, shape: tuple[int, ...]) -> tuple[Any, Any]:
-        limit = np.sqrt(6 / (np.prod(shape[:-2]) * (shape[-2] + shape[-1])))
+        limit = self._np.sqrt(6 / (self._np.prod(shape[:-2]) * (shape[-2] + shape[-1])))
         kernel = self._take(lambda shape: self._rng.uniform(-limit, limit, shape), shape)
-        return kernel, self._take(np.zeros, shape[-1:])
+        return kernel, self._take(self._np.zeros, shape[-1:])
 
     def _take(self, fill: Any, shape: tuple[int, ...]) -> Any:
         if self._is_new:
