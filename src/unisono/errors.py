@@ -4,6 +4,7 @@
     ├── ConfigurationError (ValueError)  before training: a setting, a version, a call out of place
     │   ├── DeviceError (ValueError)         devices that are not there, or counts below one
     │   ├── StartedError (RuntimeError)      the backend fixed its devices before the call
+    │   ├── VersionError (RuntimeError)      a framework newer than those tested
     │   ├── StrategyError (RuntimeError)     a part of a custom training loop used out of place
     │   └── LegacyError (RuntimeError)       an old program does what Keras 3 cannot do
     │       └── LegacyImportError (ImportError)  or imports a name that has no replacement
@@ -54,6 +55,10 @@ class LegacyImportError(LegacyError, ImportError):
     """An old program imports a name that has no replacement."""
 
 
+class VersionError(ConfigurationError):
+    """A framework is newer than those that were tested."""
+
+
 class ModelError(UnisonoError, TypeError):
     """The object is not a Keras model, or not one that can be trained on replicas."""
 
@@ -98,7 +103,6 @@ class Preempted(SystemExit):
 
 # Names of earlier releases.
 SettingError = ConfigurationError
-VersionError = ConfigurationError
 BenchError = LaunchError
 SlurmError = LaunchError
 SourceError = DataError

@@ -56,9 +56,9 @@ def bind_calls(model: keras.Model, replicated: ReplicatedModel, framework: Frame
     for name in _CALLS if replicated.feed is not None else ("fit",):
         method = vars(model).get(name) or functools.partial(_call_class, model, name)
         run = calls.fit if name == "fit" else functools.partial(calls.call, name)
-        bind(model, name, functools.partial(run, method))
+        bind(model, name, _as_method(functools.partial(run, method), model, name))
     for name in SAVES:
-        bind(model, name, functools.partial(calls.save, name))
+        bind(model, name, _as_method(functools.partial(calls.save, name), model, name))
 
 
 def unbind_calls(model: keras.Model) -> None:
@@ -148,7 +148,9 @@ class ModelCalls:
         found: list[StepObserver] = []
         if is_handling_signals() or any(hasattr(callback, "on_preempt") for callback in callbacks):
             found.append(Preemption(callbacks))
-        found += [callback.steps for callback in callbacks if isinstance(callback, ObservesSteps)]
+        # Programs have attributes of that name too, which are no observers.
+        steps = (getattr(callback, "steps", None) for callback in callbacks)
+        found += [each for each in steps if isinstance(each, StepObserver)]
         if (folder := runs_folder(os.environ)) is not None:
             found.append(Telemetry(folder, call.global_batch(), self._placement))
         return found
@@ -249,8 +251,9 @@ class Call:
         return int(min(batch_size, num_samples))
 
 
+@runtime_checkable
 class StepObserver(Protocol):
-    """Is called around each step of a `fit`."""
+    """Is called around each step of a `fit`; callbacks may have one as their attribute `steps`."""
 
     def begin(self, model: Any) -> None:
         """Training begins."""
@@ -263,13 +266,6 @@ class StepObserver(Protocol):
 
     def end(self, error: BaseException | None) -> None:
         """Training has ended, with what stopped it."""
-
-
-@runtime_checkable
-class ObservesSteps(Protocol):
-    """A callback with an observer of its own."""
-
-    steps: StepObserver
 
 
 class ObservedSteps(keras.callbacks.Callback):
@@ -380,6 +376,11 @@ def _positional(method: Callable[..., Any]) -> list[str]:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(method).parameters.values()
     return [parameter.name for parameter in parameters if parameter.kind in kinds][1:]
+
+
+def _as_method(call: Callable[..., Any], model: keras.Model, name: str) -> Callable[..., Any]:
+    """A call with the name, documentation and signature of the method that it replaces."""
+    return functools.update_wrapper(call, original(model, name))
 
 
 def _call_class(model: keras.Model, name: str, *args: Any, **kwargs: Any) -> Any:

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from unisono.errors import ConfigurationError
+from unisono.errors import VersionError
 
 ANY_VERSION = "UNISONO_ANY_VERSION"
 # The newest that all tests passed with; later patches of these are accepted as well.
@@ -52,7 +52,7 @@ def keras_backend() -> str:
 
 
 def check_versions(*frameworks: str) -> None:
-    """Raise ConfigurationError where an imported framework is newer than those that were tested.
+    """Raise VersionError where an imported framework is newer than those that were tested.
 
     Backends use names that no framework promises to keep, so a newer release may compute something
     else without an error. A bound among the dependencies would be final; this one is not.
@@ -64,7 +64,7 @@ def check_versions(*frameworks: str) -> None:
         found = re.match(r"(\d+)\.(\d+)", version)
         major, minor = _TESTED[name]
         if found is not None and tuple(map(int, found.groups())) > (major, minor):
-            raise ConfigurationError(
+            raise VersionError(
                 f"Found {name} {version}; unisono was tested with {name} up to {major}.{minor}: "
                 f'a newer one may train wrongly without an error. Install "{name}<{major}.'
                 f'{minor + 1}", or a newer unisono, or set {ANY_VERSION}=1 to try it as it is.'

@@ -120,7 +120,7 @@ def _join_keras(world: "World") -> None:
 
     # Models that the processes build then begin alike, and their data is shuffled alike.
     set_seed(world.seed)
-    if world.is_ours:
+    if world.is_ours and keras_backend() in FRAMEWORKS:
         load_framework().join_keras(world)
 
 

@@ -1,6 +1,7 @@
 """`parallel` adopts the model that it is given: the same object, the same class, plain Keras."""
 
 import copy
+import inspect
 import pickle
 
 import keras
@@ -369,3 +370,11 @@ def test_another_compile_replaces_loss_and_metrics_of_the_same_shapes():
     assert apart(list(logs.values()), list(own_logs.values())) <= TOLERANCE
     assert apart(list(history.values()), list(own_history.values())) <= TOLERANCE
     assert apart(weights, own_weights) <= TOLERANCE
+
+
+def test_calls_keep_their_names_and_signatures():
+    model, parallel = twins()
+    for name in ("fit", "save", "save_weights", "export"):
+        ours, keras_own = getattr(parallel, name), getattr(model, name)
+        assert ours.__name__ == name
+        assert inspect.signature(ours) == inspect.signature(keras_own)

@@ -70,7 +70,7 @@ def test_what_cannot_be_called_or_averaged_is_refused(call):
 
 @pytest.mark.parametrize("every_s", ["x", 0, -1, None, True, float("nan")])
 def test_an_interval_that_is_none_is_refused(every_s):
-    with pytest.raises(unisono.SettingError, match="every_s="):
+    with pytest.raises(unisono.ConfigurationError, match="every_s="):
         unisono.callbacks.DeviceStats(every_s=every_s)
 
 

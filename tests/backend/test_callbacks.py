@@ -48,6 +48,18 @@ def test_every_callback_of_keras_is_accounted_for():
     assert not unknown
 
 
+def test_an_attribute_named_steps_is_the_programs_own():
+    class Counts(keras.callbacks.Callback):
+        steps = 0
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.steps += 1
+
+    counts = Counts()
+    fit(adopted(), np.ones((8, 4)), np.ones((8, 1)), batch_size=4, callbacks=[counts])
+    assert counts.steps == 2
+
+
 def test_the_public_names():
     assert unisono.callbacks.__all__ == ["DeviceStats", "chief_only", "every_rank"]
 

@@ -263,3 +263,15 @@ def test_a_loop_in_a_plain_process_says_how_to_start_it():
         list(strategy.distribute_dataset([np.ones(4)]))
     with pytest.raises(unisono.StrategyError, match=r"unisono\.spawn"):
         strategy.run(lambda: 1.0)
+
+
+def test_state_of_any_structure_is_replicated():
+    strategy = unisono.Strategy(replicas=2)
+    layer = keras.layers.Dense(1)
+    layer.kept = [keras.ops.ones(2), {"b": keras.ops.zeros(1)}]  # Keras' own kind of list.
+    layer.build((None, 3))
+    state = {"w": layer.kernel, "b": None, 3: layer.kept}
+    found = strategy.replicate(state)
+    assert list(found) == ["w", "b", 3]
+    assert found["b"] is None
+    assert np.asarray(keras.ops.convert_to_numpy(found[3][0])).tolist() == [1.0, 1.0]

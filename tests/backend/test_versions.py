@@ -7,6 +7,7 @@ import pytest
 from twins import BACKEND, mlp
 
 import unisono
+from unisono.errors import VersionError
 
 
 @pytest.fixture(params=["keras", BACKEND])
@@ -20,9 +21,9 @@ def newer(request, monkeypatch) -> str:
 
 
 def test_a_newer_framework_is_refused(newer):
-    with pytest.raises(unisono.VersionError, match=f"Found {newer} 99.1.0; .*UNISONO_ANY_VERSION"):
+    with pytest.raises(VersionError, match=f"Found {newer} 99.1.0; .*UNISONO_ANY_VERSION"):
         unisono.parallel(mlp(), replicas=2)
-    with pytest.raises(unisono.VersionError, match=newer):
+    with pytest.raises(VersionError, match=newer):
         unisono.Strategy(replicas=2)
 
 

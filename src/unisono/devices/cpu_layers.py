@@ -1,9 +1,9 @@
 """Which faster CPU computations of layers a process uses.
 
 Cheaper computations of the same layer on CPUs (`backends/*/cpu_layers.py`) are not parallelism, so
-only processes that `unisono run` or `unisono train` started on CPUs use them:
-`parallel` in a user's own process computes what plain Keras computes. `UNISONO_CPU_LAYERS=0`
-switches them off everywhere; a comma-separated list of names leaves only these on.
+only processes that `unisono run`, `train` or `spawn` started on CPUs use them: `parallel` in a
+user's own process computes what plain Keras computes. `UNISONO_CPU_LAYERS=0` switches them off
+everywhere; a comma-separated list of names leaves only these on.
 """
 
 import os

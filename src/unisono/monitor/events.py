@@ -131,6 +131,12 @@ class EventFile:
             self._next_touch = time.monotonic() + _TOUCH_S
             with contextlib.suppress(OSError):
                 os.utime(self._path.parent)
+                if self._file is not None and not os.path.samestat(
+                    os.fstat(self._file), os.stat(self._path)
+                ):
+                    # A `fit` inside this one, or beside it, has begun the file anew.
+                    self.close()
+                    self._open()
 
     def close(self) -> None:
         if self._file is not None:

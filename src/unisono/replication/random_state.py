@@ -4,6 +4,7 @@
 half a gigabyte and seconds in each process that trains on another backend.
 """
 
+import contextlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from unisono import keras_internals
+from unisono.errors import ModelError
 from unisono.imports import after_import
 from unisono.replication.framework import framework
 
@@ -26,7 +28,8 @@ def set_seed(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     after_import("tensorflow", lambda tensorflow: tensorflow.random.set_seed(seed))
-    framework().set_seed(seed)
+    with contextlib.suppress(ModelError):  # Keras' backend cannot train, and has no generators.
+        framework().set_seed(seed)
 
 
 def random_state() -> dict[str, Any]:

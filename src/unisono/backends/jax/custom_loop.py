@@ -95,15 +95,22 @@ class JaxLoop:
     def replicate(self, state: Any) -> Any:
         """The state, in a run the chief's, on every device."""
         mesh = self._mesh
-        leaves, structure = jax.tree.flatten(state, is_leaf=_is_variable)
-        values = [leaf._value if _is_variable(leaf) else leaf for leaf in leaves]
+        # Keras' tree knows the containers of layers and keeps the order of keys; JAX's knows the
+        # classes that a program has registered, and None.
+        leaves = keras.tree.flatten(state)
+        parts = [jax.tree.flatten(leaf._value if _is_variable(leaf) else leaf) for leaf in leaves]
+        values = [value for found, _ in parts for value in found]
         if self._feed is not None:
             values = JaxCollectives(mesh).broadcast(values, root=0)
-        arrays = [mesh.put(value) for value in values]
-        for leaf, value, array in zip(leaves, values, arrays, strict=True):
+        pairs = iter([(value, mesh.put(value)) for value in values])
+        results = []
+        for leaf, (found, structure) in zip(leaves, parts, strict=True):
+            own = [next(pairs) for _ in found]
+            results.append(jax.tree.unflatten(structure, [array for _, array in own]))
             if _is_variable(leaf):
+                value, array = own[0]
                 leaf._value = array if self._feed is None else uncommitted(value)
-        return jax.tree.unflatten(structure, arrays)
+        return keras.tree.pack_sequence_as(state, results)
 
     def num_rows(self) -> Any:
         return None
