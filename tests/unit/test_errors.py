@@ -21,6 +21,7 @@ from unisono.errors import (
     StartedError,
     StrategyError,
     UnisonoError,
+    VersionError,
     WorkerError,
 )
 
@@ -28,6 +29,7 @@ TREE = [
     (ConfigurationError, ValueError),
     (DeviceError, ValueError),
     (StartedError, RuntimeError),
+    (VersionError, RuntimeError),
     (StrategyError, RuntimeError),
     (LegacyError, RuntimeError),
     (LegacyImportError, ImportError),

@@ -30,5 +30,5 @@ def test_a_run_ends_with_the_reason(program):
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode != 0
     assert "went on" not in done.stdout
-    assert "ConfigurationError: Found keras 99.1.0" in done.stdout + done.stderr
+    assert "VersionError: Found keras 99.1.0" in done.stdout + done.stderr
     assert "UNISONO_ANY_VERSION=1" in done.stdout + done.stderr
