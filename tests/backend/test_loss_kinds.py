@@ -1,5 +1,6 @@
 """A user's losses: means and sums over rows are told apart, and what is neither is named."""
 
+import importlib
 import warnings
 
 import keras
@@ -127,6 +128,9 @@ class Noise(layers.Layer):
 
 
 def test_random_layers_and_draws_do_not_hide_a_sum():
+    if BACKEND == "tensorflow":
+        fit(unisono.parallel(stepped(ops.sum), replicas=2))
+        importlib.import_module("tensorflow.random")  # From here `tf.random` is another module.
     model = stepped(ops.sum, layers.Dense(3), layers.Dropout(0.5, seed=2), Noise())
     assert warned_of(unisono.parallel(model, replicas=2)) == []
     # The gradient of the bias is the number of rows, whatever is drawn.

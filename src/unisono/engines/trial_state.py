@@ -7,6 +7,7 @@ that draw are replaced, and dropout is off.
 
 import functools
 import random
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -158,17 +159,13 @@ def _native_state(model: keras.Model) -> list[Callable[[], Any]]:
 @functools.cache
 def _patches() -> list[Patch]:
     """The functions that draw and drop, in threads that try a step."""
-    draws = [(module, name) for module in _modules_that_draw() for name in _DRAWS]
+    draws = [(owner, name) for owner in _owners_of_draws() for name in _DRAWS]
     return [
-        Patch(functools.partial(_itself, module), name, make)
+        Patch(owner, name, make)
         for names, make in ((draws, _repeating), (_dropouts(), _keeping))
-        for module, name in names
-        if hasattr(module, name)
+        for owner, name in names
+        if hasattr(owner(), name)
     ]
-
-
-def _itself(module: Any) -> Any:
-    return module
 
 
 def _repeating(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -187,21 +184,18 @@ def _keeping(plain: Callable[..., Any]) -> Callable[..., Any]:
     return dropout
 
 
-def _modules_that_draw() -> list[Any]:
+# Modules are looked up at each use: `import tensorflow.random` makes `tf.random` another object.
+
+
+def _owners_of_draws() -> list[Callable[[], Any]]:
     if keras.backend.backend() == "torch":
-        import torch
-
-        return [keras_backend.random, torch]
-    import tensorflow as tf
-
-    return [keras_backend.random, tf.random]
+        return [lambda: keras_backend.random, lambda: sys.modules["torch"]]
+    return [lambda: keras_backend.random, lambda: sys.modules["tensorflow"].random]
 
 
-def _dropouts() -> list[tuple[Any, str]]:
+def _dropouts() -> list[tuple[Callable[[], Any], str]]:
     if keras.backend.backend() == "torch":
-        import torch
-
-        return [(keras_backend.random, "dropout"), (torch.nn.functional, "dropout")]
-    import tensorflow as tf
-
-    return [(keras_backend.random, "dropout"), (tf.nn, "dropout")]
+        functional: Callable[[], Any] = lambda: sys.modules["torch"].nn.functional  # noqa: E731
+    else:
+        functional = lambda: sys.modules["tensorflow"].nn  # noqa: E731
+    return [(lambda: keras_backend.random, "dropout"), (functional, "dropout")]
