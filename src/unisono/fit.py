@@ -57,7 +57,7 @@ def bind_calls(model: keras.Model, replicated: ReplicatedModel, framework: Frame
         method = vars(model).get(name) or functools.partial(_call_class, model, name)
         run = calls.fit if name == "fit" else functools.partial(calls.call, name)
         bind(model, name, _as_method(functools.partial(run, method), model, name))
-    for name in SAVES:
+    for name in filter(functools.partial(hasattr, type(model)), SAVES):
         bind(model, name, _as_method(functools.partial(calls.save, name), model, name))
 
 
