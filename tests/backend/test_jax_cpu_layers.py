@@ -15,12 +15,13 @@ if BACKEND != "jax":
 
 import jax
 
-from unisono.backends.jax.cpu_layers import KNOWN, replace_layers
+from unisono.backends.jax.cpu_layers import replace_layers
+from unisono.backends.jax.framework import JaxFramework
 from unisono.devices import cpu_layers
 
 
 def replaced(layer):
-    replace_layers(keras.Sequential([layer]), KNOWN, num_replicas=2)
+    replace_layers(keras.Sequential([layer]), JaxFramework.cpu_layers, num_replicas=2)
     return layer
 
 

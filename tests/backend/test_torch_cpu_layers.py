@@ -13,7 +13,8 @@ if BACKEND != "torch":
 
 import torch
 
-from unisono.backends.torch.cpu_layers import KNOWN, CpuLayers
+from unisono.backends.torch.cpu_layers import CpuLayers
+from unisono.backends.torch.framework import TorchFramework
 
 # More rows than one piece of a sum has, and a last piece of its own size.
 SHAPES = [(3, 5, 4, 6), (70, 9, 7, 5), (1, 50, 60, 3)]
@@ -43,7 +44,9 @@ def norm(**options):
 
 
 def replaced(layer):
-    CpuLayers(KNOWN).use_kernels(keras.Sequential([layer]), lambda: None, sync_batch_norm=False)
+    CpuLayers(TorchFramework.cpu_layers).use_kernels(
+        keras.Sequential([layer]), lambda: None, sync_batch_norm=False
+    )
     return layer
 
 

@@ -8,7 +8,7 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from unisono.launch.plan import START_TIMEOUT_S, TIMEOUT_S, start_timeout_s, tim
 from unisono.launch.request import (
     Request,
     check_program,
+    checked_option,
     how_to_start,
     local_names,
     merge_local,
@@ -55,6 +56,12 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--legacy", action="store_true", help="make names work that Keras and TensorFlow removed"
     )
+    add_program(parser)
+    parser.set_defaults(run=run, parser=parser)
+
+
+def add_program(parser: argparse.ArgumentParser) -> None:
+    """Add the words that name a program and its arguments."""
     parser.add_argument("-m", dest="is_module", action="store_true", help="run a module")
     # One argument for both: of a script by itself, argparse would take a `--` that follows.
     parser.add_argument(
@@ -63,7 +70,6 @@ def add_to(commands: Any) -> None:
         metavar="script",
         help="the script, or the module with -m, and its own arguments",
     )
-    parser.set_defaults(run=run, parser=parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -293,19 +299,6 @@ def _memory(text: str | None) -> str | float | None:
         return text
 
 
-def _checked(convert: Callable[[str], Any], is_good: Callable[[Any], bool], what: str) -> Any:
-    def parse(text: str) -> Any:
-        try:
-            value = convert(text)
-        except ValueError:
-            value = None
-        if value is None or not is_good(value):
-            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
-        return value
-
-    return parse
-
-
-_count = _checked(int, lambda value: value >= 1, "a whole number of at least 1")
-_index = _checked(int, lambda value: value >= 0, "a whole number from 0")
-_seconds = _checked(float, lambda value: 0 < value < 1e9, "a number of seconds above 0")
+_count = checked_option(int, lambda value: value >= 1, "a whole number of at least 1")
+_index = checked_option(int, lambda value: value >= 0, "a whole number from 0")
+_seconds = checked_option(float, lambda value: 0 < value < 1e9, "a number of seconds above 0")

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from unisono.cli.run import add_program
 from unisono.errors import LaunchError
 from unisono.launch.request import check_program
 from unisono.slurm import cluster
@@ -27,13 +28,7 @@ def add_to(commands: Any) -> None:
     _add_resources(parser.add_argument_group("what it gets"))
     _add_environment(parser.add_argument_group("where it runs"))
     _add_submission(parser.add_argument_group("how it is submitted"))
-    parser.add_argument("-m", dest="is_module", action="store_true", help="run a module")
-    parser.add_argument(
-        "program",
-        nargs=argparse.PARSER,
-        metavar="script",
-        help="the script, or the module with -m, and its own arguments",
-    )
+    add_program(parser)
     parser.set_defaults(run=run)
     parser.prepare = _joined
 

@@ -4,6 +4,7 @@ The launcher must not import a user's packages, which may load a framework: whet
 run by `-m` is found out without importing it. `-np` and `-H` are those of horovodrun.
 """
 
+import argparse
 import dataclasses
 import importlib.machinery
 import importlib.util
@@ -11,9 +12,10 @@ import os
 import shlex
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from unisono.devices import Policy, Selection
 from unisono.errors import LaunchError
@@ -168,3 +170,20 @@ def how_to_start(hosts: Sequence[HostSlots], program: Sequence[str], port: int) 
         lines.append(f"  on {entry.host}:  {shlex.join(words)}")
     lines.append("Under Slurm, `srun unisono run script.py` starts them all.")
     return "\n".join(lines)
+
+
+def checked_option(
+    convert: Callable[[str], Any], is_good: Callable[[Any], bool], what: str
+) -> Callable[[str], Any]:
+    """A `type=` for argparse: converts a word, and refuses what is not `what`."""
+
+    def parse(text: str) -> Any:
+        try:
+            value = convert(text)
+        except ValueError:
+            value = None
+        if value is None or not is_good(value):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+        return value
+
+    return parse

@@ -19,6 +19,7 @@ from typing import Any
 from unisono.checkpoint.atomic import replacing
 from unisono.errors import ConfigurationError, OutputError
 from unisono.imports import keras_backend
+from unisono.launch.request import checked_option
 
 BACKENDS = ("jax", "tensorflow", "torch")
 SCALINGS = ("linear", "sqrt", "none")
@@ -211,27 +212,14 @@ def _add_files(group: Any, recipe: str) -> None:
     )
 
 
-def _checked(convert: Callable[[str], Any], is_good: Callable[[Any], bool], what: str) -> Any:
-    def parse(text: str) -> Any:
-        try:
-            value = convert(text)
-        except ValueError:
-            value = None
-        if value is None or not is_good(value):
-            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
-        return value
-
-    return parse
-
-
 def _gpu_ids(text: str) -> int | tuple[int, ...]:
     return tuple(int(part) for part in text.split(",") if part) if "," in text else int(text)
 
 
-_count = _checked(int, lambda value: value >= 1, "a whole number of at least 1")
-_index = _checked(int, lambda value: value >= 0, "a whole number from 0")
-_rate = _checked(float, lambda value: 0 < value < math.inf, "a number above 0")
-_gpus = _checked(_gpu_ids, lambda value: True, "a number of GPUs, or ids such as 0,2")
+_count = checked_option(int, lambda value: value >= 1, "a whole number of at least 1")
+_index = checked_option(int, lambda value: value >= 0, "a whole number from 0")
+_rate = checked_option(float, lambda value: 0 < value < math.inf, "a number above 0")
+_gpus = checked_option(_gpu_ids, lambda value: True, "a number of GPUs, or ids such as 0,2")
 
 
 def to_words(settings: Settings) -> list[str]:

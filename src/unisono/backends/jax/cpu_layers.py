@@ -16,10 +16,8 @@ import keras
 from jax import lax, numpy
 from keras import layers
 
-from unisono.backends.jax.framework import JaxFramework
 from unisono.hooks import bind, original, unbind
 
-KNOWN = JaxFramework.cpu_layers
 _MAX_WINDOW = 16
 """Pixels of a window that are compared one by one; beyond that the search is not slower."""
 
@@ -31,7 +29,7 @@ def replace_layers(model: keras.Model, names: frozenset[str], *, num_replicas: i
 
     Args:
         model: The model, whose nested models are searched as well.
-        names: Some of `KNOWN`.
+        names: Some of `JaxFramework.cpu_layers`.
         num_replicas: A single replica has all cores, with which a matrix product is no faster than
             a convolution and takes more memory.
     """

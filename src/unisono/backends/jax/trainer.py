@@ -22,8 +22,9 @@ from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sampl
 
 from unisono.backends.jax.batch_norm import gather_statistics, tracing_step
 from unisono.backends.jax.collectives import JaxCollectives
-from unisono.backends.jax.cpu_layers import KNOWN, replace_layers, restore_layers
+from unisono.backends.jax.cpu_layers import replace_layers, restore_layers
 from unisono.backends.jax.devices import trainers
+from unisono.backends.jax.framework import JaxFramework
 from unisono.backends.jax.internals import uncommitted
 from unisono.backends.jax.mesh import mesh_of, peers_watched
 from unisono.backends.jax.state import StepState
@@ -159,7 +160,7 @@ class JaxTrainer:
             group_statistics(layer, 1 if self.sync_batch_norm else num_replicas)
             if self.sync_batch_norm and num_replicas > 1 and not self._is_eager:
                 gather_statistics(layer, self._mesh)
-        names = chosen_cpu_layers(self.placement, KNOWN)
+        names = chosen_cpu_layers(self.placement, JaxFramework.cpu_layers)
         replace_layers(self._model, names, num_replicas=num_replicas)
 
     def _forget_functions(self) -> None:

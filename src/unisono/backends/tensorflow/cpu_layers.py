@@ -24,7 +24,6 @@ from unisono.devices import Placement
 from unisono.devices.cpu_layers import chosen_cpu_layers
 from unisono.hooks import bind, original, unbind
 
-KNOWN = TensorFlowFramework.cpu_layers
 _MAX_PIXELS = 32
 """The most pixels of an image that one sum of a batch norm runs over."""
 
@@ -34,7 +33,7 @@ _Formula = Callable[[Any, Any, Any], Any]
 
 def cpu_layers_on(placement: Placement, *, is_alone: bool = False) -> "CpuLayers | None":
     """The layers that processes on this placement replace, if any."""
-    names = chosen_cpu_layers(placement, KNOWN)
+    names = chosen_cpu_layers(placement, TensorFlowFramework.cpu_layers)
     return CpuLayers(names, is_alone=is_alone) if names else None
 
 

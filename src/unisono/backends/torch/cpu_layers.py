@@ -19,7 +19,6 @@ from unisono.devices import Placement
 from unisono.devices.cpu_layers import chosen_cpu_layers
 from unisono.hooks import bind, original, unbind
 
-KNOWN = TorchFramework.cpu_layers
 # Statistics are taken over pieces of a batch: the kernels sum up one value after the other, which
 # over many rows would cost digits.
 _PIECE_ROWS = 2048
@@ -27,7 +26,7 @@ _PIECE_ROWS = 2048
 
 def chosen_layers(placement: Placement) -> "CpuLayers | None":
     """The replacements that this process uses, if any."""
-    names = chosen_cpu_layers(placement, KNOWN)
+    names = chosen_cpu_layers(placement, TorchFramework.cpu_layers)
     return CpuLayers(names) if names else None
 
 

@@ -3,7 +3,7 @@
 import ast
 import functools
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -143,37 +143,41 @@ class Imports(Step):
         return gone is not None
 
 
+class ReadNames(cst.CSTVisitor):
+    """Calls `found` for each name that a program reads: neither attributes nor keywords."""
+
+    def __init__(self, found: Callable[[str], None]) -> None:
+        self.found = found
+
+    def visit_Attribute(self, node: cst.Attribute) -> bool:
+        node.value.visit(self)
+        return False
+
+    def visit_Arg(self, node: cst.Arg) -> bool:
+        node.value.visit(self)
+        return False
+
+    def visit_Name(self, node: cst.Name) -> None:
+        self.found(node.value)
+
+
+class _NamesOutsideOfImports(ReadNames):
+    def visit_Import(self, node: cst.Import) -> bool:
+        return False
+
+    def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
+        return False
+
+    def visit_SimpleString(self, node: cst.SimpleString) -> None:
+        if node.raw_value.isidentifier():  # In `__all__`, say.
+            self.found(node.raw_value)
+
+
 def names_in_use(module: cst.Module) -> set[str]:
     """Names that a program uses outside of its imports."""
-
-    class Uses(cst.CSTVisitor):
-        def __init__(self) -> None:
-            self.found: set[str] = set()
-
-        def visit_Import(self, node: cst.Import) -> bool:
-            return False
-
-        def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
-            return False
-
-        def visit_Attribute(self, node: cst.Attribute) -> bool:
-            node.value.visit(self)
-            return False
-
-        def visit_Arg(self, node: cst.Arg) -> bool:
-            node.value.visit(self)
-            return False
-
-        def visit_Name(self, node: cst.Name) -> None:
-            self.found.add(node.value)
-
-        def visit_SimpleString(self, node: cst.SimpleString) -> None:
-            if node.raw_value.isidentifier():  # In `__all__`, say.
-                self.found.add(node.raw_value)
-
-    uses = Uses()
-    module.visit(uses)
-    return uses.found
+    found: set[str] = set()
+    module.visit(_NamesOutsideOfImports(found.add))
+    return found
 
 
 def _grouped(

@@ -4,6 +4,7 @@ Understood are the spellings that guides of the time taught: a `ConfigProto` in 
 set one by one, a session made with it and handed to Keras. Anything else is left to a person.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import libcst as cst
 
 from unisono.compat.knowledge import IGNORED_SETTINGS, SETTINGS
 from unisono.compat.lookup import change_of
+from unisono.compat.migrate.imports import ReadNames
 from unisono.compat.migrate.steps import (
     Step,
     bound,
@@ -245,20 +247,7 @@ def _only(statement: cst.CSTNode) -> cst.BaseSmallStatement | None:
     return None
 
 
-def _count_names(module: cst.Module) -> dict[str, int]:
-    counts: dict[str, int] = {}
-
-    class Count(cst.CSTVisitor):
-        def visit_Attribute(self, node: cst.Attribute) -> bool:
-            node.value.visit(self)
-            return False
-
-        def visit_Arg(self, node: cst.Arg) -> bool:
-            node.value.visit(self)
-            return False
-
-        def visit_Name(self, node: cst.Name) -> None:
-            counts[node.value] = counts.get(node.value, 0) + 1
-
-    module.visit(Count())
+def _count_names(module: cst.Module) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    module.visit(ReadNames(lambda name: counts.update([name])))
     return counts
