@@ -1,8 +1,7 @@
-"""Faster computations of image layers on XLA's CPU backend; see unisono.devices.cpu_layers.
+"""A faster computation of max pooling on XLA's CPU backend; see unisono.devices.cpu_layers.
 
-A 1x1 convolution is a matrix product: as a convolution, the gradient of its kernel takes XLA three
-times as long. XLA computes the gradient of max pooling by a search in every window, which takes
-five times as long as comparing shifted images.
+XLA computes the gradient of max pooling by a search in every window, which takes five times as
+long as comparing shifted images.
 """
 
 import functools
@@ -24,34 +23,23 @@ _MAX_WINDOW = 16
 _Pair = tuple[int, int]
 
 
-def replace_layers(model: keras.Model, names: frozenset[str], *, num_replicas: int) -> None:
+def replace_layers(model: keras.Model, names: frozenset[str]) -> None:
     """Replace these computations in a model; results are the same up to rounding.
 
     Args:
         model: The model, whose nested models are searched as well.
         names: Some of `JaxFramework.cpu_layers`.
-        num_replicas: A single replica has all cores, with which a matrix product is no faster than
-            a convolution and takes more memory.
     """
-    for layer in model._flatten_layers() if names else ():
-        if "conv" in names and _is_convolution(layer) and num_replicas > 1:
-            bind(layer, "convolution_op", _convolution_op(layer))
-        elif "max_pool" in names and _is_max_pooling(layer):
+    for layer in model._flatten_layers() if "max_pool" in names else ():
+        if _is_max_pooling(layer):
             bind(layer, "call", _pooling_call(layer))
 
 
 def restore_layers(model: keras.Model) -> None:
     """Restore Keras' own computations."""
     for layer in model._flatten_layers():
-        if _is_convolution(layer):
-            unbind(layer, "convolution_op")
-        elif _is_max_pooling(layer):
+        if _is_max_pooling(layer):
             unbind(layer, "call")
-
-
-def _is_convolution(layer: Any) -> bool:
-    own = getattr(type(layer), "convolution_op", None)
-    return own is layers.Conv2D.convolution_op and layer.rank == 2
 
 
 def _is_max_pooling(layer: Any) -> bool:
@@ -61,26 +49,8 @@ def _is_max_pooling(layer: Any) -> bool:
 
 def _are_images(layer: Any, inputs: Any) -> bool:
     is_array = isinstance(inputs, jax.Array) and inputs.ndim == 4 and inputs.size > 0
-    # In half precision a product may accumulate with fewer digits than a convolution.
-    is_exact = is_array and inputs.dtype in (numpy.float32, numpy.float64)
-    return is_exact and layer.data_format == "channels_last"
-
-
-def _convolution_op(layer: Any) -> Callable[[Any, Any], Any]:
-    def convolve(inputs: Any, kernel: Any) -> Any:
-        weights = keras.ops.convert_to_tensor(kernel)
-        if not (_are_images(layer, inputs) and _is_one_by_one(inputs, weights)):
-            return original(layer, "convolution_op")(inputs, kernel)
-        rows, columns = layer.strides
-        strided = inputs[:, ::rows, ::columns]
-        return lax.dot_general(strided, weights[0, 0], (((3,), (0,)), ((), ())))
-
-    return convolve
-
-
-def _is_one_by_one(inputs: Any, kernel: Any) -> bool:
-    is_dense = kernel.shape[:3] == (1, 1, inputs.shape[3])
-    return bool(is_dense and kernel.dtype == inputs.dtype)
+    is_float = is_array and inputs.dtype in (numpy.float32, numpy.float64)
+    return is_float and layer.data_format == "channels_last"
 
 
 def _pooling_call(layer: Any) -> Callable[[Any], Any]:

@@ -29,7 +29,7 @@ class JaxFramework:
     first_use = "building a model, making an array, jax.devices()"
     needs_even_batches = True
     donates_buffers = True
-    cpu_layers = frozenset({"conv", "max_pool"})
+    cpu_layers = frozenset({"max_pool"})
 
     # -- device settings -----------------------------------------------------------------------
 

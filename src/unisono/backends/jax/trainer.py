@@ -161,7 +161,7 @@ class JaxTrainer:
             if self.sync_batch_norm and num_replicas > 1 and not self._is_eager:
                 gather_statistics(layer, self._mesh)
         names = chosen_cpu_layers(self.placement, JaxFramework.cpu_layers)
-        replace_layers(self._model, names, num_replicas=num_replicas)
+        replace_layers(self._model, names)
 
     def _forget_functions(self) -> None:
         """Have the next call trace its step again, for the present devices."""
