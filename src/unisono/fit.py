@@ -23,7 +23,14 @@ from typing import Any, Protocol, runtime_checkable
 import keras
 
 from unisono.backends import Framework, ReplicatedModel
-from unisono.checkpoint.saving import SAVES, protect_backups, safely, write_as_chief
+from unisono.checkpoint.saving import (
+    SAVES,
+    protect_backups,
+    protect_functions,
+    restore_functions,
+    safely,
+    write_as_chief,
+)
 from unisono.data.arrays import serving
 from unisono.data.feed import Feed
 from unisono.data.shards import nearest_divisible
@@ -59,11 +66,13 @@ def bind_calls(model: keras.Model, replicated: ReplicatedModel, framework: Frame
         bind(model, name, _as_method(functools.partial(run, method), model, name))
     for name in filter(functools.partial(hasattr, type(model)), SAVES):
         bind(model, name, _as_method(functools.partial(calls.save, name), model, name))
+    protect_functions(model, calls.save_by)
 
 
 def unbind_calls(model: keras.Model) -> None:
     """Give a model the calls of its class back."""
     unbind(model, *_CALLS, *SAVES)
+    restore_functions(model)
 
 
 class ModelCalls:
@@ -94,12 +103,15 @@ class ModelCalls:
         return self._together(Call(self._model, name, method, args, kwargs))
 
     def save(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        method = safely(self._model, name)
+        return self.save_by(name, original(self._model, name), *args, **kwargs)
+
+    def save_by(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        save = safely(self._model, name, method)
         if self._feed is None:
-            return method(*args, **kwargs)
+            return save(*args, **kwargs)
         path = args[0] if args else kwargs.get("filepath")
         world = self._feed.world
-        return write_as_chief(world, f"{name} {path}", lambda: method(*args, **kwargs))
+        return write_as_chief(world, f"{name} {path}", lambda: save(*args, **kwargs))
 
     def _in_chief_alone(self, name: str, args: Any, kwargs: Any) -> Any:
         """A call of a callback that runs in the chief only: the others do not take part."""
@@ -122,6 +134,7 @@ class ModelCalls:
     def _observed(self, call: "Call") -> Iterator[None]:
         given = call.get("callbacks")
         if isinstance(given, keras.callbacks.CallbackList):
+            protect_backups(given.callbacks)
             yield
             return
         callbacks = keras.tree.flatten(given) if given else []

@@ -12,6 +12,7 @@ import keras
 from keras.src import backend as keras_backend
 from keras.src.backend.common.global_state import get_global_attribute, set_global_attribute
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
+from keras.src.legacy.saving import legacy_h5_format
 from keras.src.losses import losses as loss_functions
 from keras.src.losses.losses import LossFunctionWrapper
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
@@ -43,6 +44,7 @@ __all__ = [
     "get_keras_mask",
     "is_default",
     "is_remote_path",
+    "legacy_h5_format",
     "loss_functions",
     "saving_lib",
     "set_keras_mask",

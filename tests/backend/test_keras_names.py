@@ -83,6 +83,10 @@ backup._save_model()                              backups of the chief
 backup._training_metadata_path                    the epoch of a backup
 keras.src.utils:is_default(method)                callbacks that act at batches
 keras.src.saving:saving_lib                       temporary folders
+keras.src.saving:saving_lib.save_model(model, filepath)              saves by functions of Keras
+keras.src.saving:saving_lib.save_weights_only(model, filepath)       saves by functions of Keras
+keras.src.legacy.saving:legacy_h5_format                             saves by functions of Keras
+keras.src.legacy.saving:legacy_h5_format.save_model_to_hdf5(model, filepath)  saves by functions
 keras.src.utils.file_utils:is_remote_path(filepath)                  paths of this machine
 keras.src.utils.io_utils:ask_to_proceed_with_overwrite(filepath)     as Keras asks
 keras._tf_keras.keras.preprocessing.image:ImageDataGenerator.flow(x, y, batch_size)  old programs
@@ -264,7 +268,9 @@ def train(samples: Any) -> None:
 
 def save(samples: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        samples.model.save(f"{folder}/model.keras")
+        keras.saving.save_model(samples.model, f"{folder}/model.keras")
+        keras.saving.save_model(samples.model, f"{folder}/model.h5")
+        keras.saving.save_weights(samples.model, f"{folder}/model.weights.h5")
 
 
 REPLACED = {
@@ -273,6 +279,9 @@ REPLACED = {
     "dense._get_regularization_losses": lambda samples: samples.dense.losses,
     "keras.src.trainers:data_adapters.get_data_adapter": train,
     "keras.src.saving:saving_lib.get_temp_dir": save,
+    "keras.src.saving:saving_lib.save_model": save,
+    "keras.src.saving:saving_lib.save_weights_only": save,
+    "keras.src.legacy.saving:legacy_h5_format.save_model_to_hdf5": save,
     "keras.src.backend:random.normal": lambda samples: keras.random.normal((2,), seed=1),
 }
 REPLACED_BY_BACKEND = {
@@ -308,7 +317,7 @@ def test_the_tables_are_complete():
         for path in sources
     }
     own = {name for tree in trees.values() for name in own_names(tree)}
-    own |= {"_unisono", "_unisono_horovod", "_unisono_ranks", "_exit"}
+    own |= {"_unisono", "_unisono_horovod", "_unisono_ranks", "_unisono_save_by_function", "_exit"}
     specs = re.sub(
         r"\(.*?\)", "", " ".join(spec for spec, _ in lines_of(KERAS + JAX + TENSORFLOW + TORCH))
     )

@@ -94,6 +94,37 @@ def test_only_hosts_of_a_run_reach_it(run, hosts, folder):
     assert all(map(is_running, pids_in(folder)))
 
 
+# Programs that `unisono bench` compares with, and how many ports their first process opens.
+PEERS = {"jax": ("shard_map", 2), "tensorflow": ("bare_multiworker", 1), "torch": ("raw_ddp", 1)}
+BENCH = """
+import sys
+from unisono.bench.race import Way, run_race
+print(run_race("mnist", sys.argv[1], [Way(sys.argv[2], 2, 2)], rounds=0).failed)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.namespaces
+def test_programs_of_a_benchmark_are_not_reached_from_another_machine(hosts):
+    kind, num_ports = PEERS[BACKEND]
+    words = [*hosts[0].prefix, sys.executable, "-c", BENCH, BACKEND, kind]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    try:
+        ports: list[set[int]] = []
+        while sorted(map(len, ports)) != sorted([1, num_ports]):
+            assert process.poll() is None, process.stdout.read()
+            time.sleep(0.05)
+            # The process that ends the others, should this one be killed, has no port.
+            found = listening_ports(children(process.pid)).values()
+            ports = [each for each in found if each]
+        assert reached(hosts[1], hosts[0], set().union(*ports)) == set()
+    finally:
+        pids = children(process.pid)
+        process.kill()
+        process.communicate()
+        assert ended_within(pids, 10)
+
+
 @pytest.mark.skipif(BACKEND != "jax", reason="about the service of JAX's processes")
 def test_strangers_neither_end_the_service_of_jax_nor_keep_it(run, folder):
     launcher = run("--replicas", 2, ENDLESS, folder, **ENVIRONMENT)

@@ -76,6 +76,7 @@ def test_only_what_runs_published_is_forgotten(tmp_path, monkeypatch):
 
     folder("results", {"weights.h5": b"x", "notes/a.txt": b"y"})
     folder("theirs", {"rank-0.jsonl": b'{"loss": 1}\n'})
+    folder("deep", {"rank-0.jsonl": b"[" * 8000 + b"\n"})
     folder("copied", {"rank-0.jsonl": alien})
     folder("mixed", {"rank-0.jsonl": named("mixed"), "notes.txt": b"mine"})
     folder("nested", {"rank-0.jsonl": named("nested"), "rank-1.jsonl/a": b"mine"})

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import pickle
@@ -114,11 +115,22 @@ def full_disk(num_bytes: int):
         signal.signal(signal.SIGXFSZ, handler)
 
 
+def method(model, name):
+    return model.save_weights if "weights" in name else model.save
+
+
+def function(model, name):
+    """The same by a function of Keras, which is given the model."""
+    save = keras.saving.save_weights if "weights" in name else keras.saving.save_model
+    return functools.partial(save, model)
+
+
+@pytest.mark.parametrize("how", [method, function])
 @pytest.mark.parametrize("name", ["m.keras", "m.h5", "m.weights.h5", "m.weights.json"])
-def test_a_full_disk_leaves_the_previous_file(files, model, name):
+def test_a_full_disk_leaves_the_previous_file(files, model, name, how):
     path = files / name
     more = {"max_shard_size": 1} if name.endswith(".json") else {}
-    save = model.save_weights if "weights" in name else model.save
+    save = how(model, name)
     save(path, **more)
     before = {file.name: file.read_bytes() for file in files.iterdir()}
     change(model)
@@ -134,7 +146,7 @@ def test_a_full_disk_leaves_the_previous_file(files, model, name):
     assert path.read_bytes() != before[name]
 
 
-def test_callbacks_leave_the_previous_file(files, model):
+def test_callbacks_leave_the_previous_file(files, model, monkeypatch):
     """A kill or a full disk meets Keras' checkpoints in the same methods; and the note of them."""
     x, y = rows()
     path, backup = files / "best.keras", files / "backup"
@@ -146,15 +158,27 @@ def test_callbacks_leave_the_previous_file(files, model):
     note = backup / "training_metadata.json"
     before = {file: file.read_bytes() for file in (path, note)}
     assert json.loads(before[note]) == {"epoch": 1, "batch": 0}
-    with full_disk(5):
-        callbacks[1].model.save_weights = lambda *args, **kwargs: None
+    with monkeypatch.context() as only, full_disk(5):
+        only.setitem(vars(model), "save_weights", lambda *args, **kwargs: None)
         with pytest.raises(OutputError, match=str(note)):
             callbacks[1]._save_model()
-    del model.save_weights
     assert note.read_bytes() == before[note]
     with full_disk(2000), pytest.raises(OutputError, match=str(path)):
         fit(model, x, y, callbacks=callbacks[:1])
     assert path.read_bytes() == before[path]
+
+
+def test_a_backup_in_a_list_of_keras_leaves_the_previous_note(files, model, monkeypatch):
+    x, y = rows()
+    backup = keras.callbacks.BackupAndRestore(str(files), delete_checkpoint=False)
+    given = keras.callbacks.CallbackList([backup], add_history=True, model=model)
+    fit(model, x, y, callbacks=given)
+    note = files / "training_metadata.json"
+    before = note.read_bytes()
+    monkeypatch.setitem(vars(model), "save_weights", lambda *args, **kwargs: None)
+    with full_disk(5), pytest.raises(OutputError, match=str(note)):
+        backup._save_model()
+    assert note.read_bytes() == before
 
 
 def test_links_modes_and_names(files, model):

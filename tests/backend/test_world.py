@@ -130,7 +130,8 @@ def test_files_are_written_by_the_chief_alone(world):
     assert second["opened"] == []
     # A path of its own is a process' own business.
     assert (world.folder / "files" / "own-1.weights.h5").exists()
-    assert {"best-1.keras", "best-2.keras", "log.csv", "model.keras"} <= set(first["opened"])
+    names = {"best-1.keras", "best-2.keras", "log.csv", "model.keras", "by-function.keras"}
+    assert names <= set(first["opened"])
     assert first["is_there"]
     assert second["is_there"]
     assert first["is_same"]

@@ -144,7 +144,8 @@ def files() -> Any:
     model = make()
     fit(model, callbacks=callbacks, validation_data=(TASK.x_test, TASK.y_test))
     model.save(folder / "model.keras")
-    is_there = (folder / "model.keras").exists()
+    keras.saving.save_model(model, folder / "by-function.keras")
+    is_there = all((folder / name).exists() for name in ("model.keras", "by-function.keras"))
     model.save_weights(folder / f"own-{RANK}.weights.h5")
     loaded = keras.saving.load_model(folder / "model.keras")
     return {

@@ -23,7 +23,7 @@ from unisono.devices import Policy
 from unisono.devices.cpu_layers import SWITCH
 from unisono.errors import LaunchError
 from unisono.launch.cpu_environment import TUNABLES
-from unisono.launch.network import free_port
+from unisono.launch.network import LOOPBACK, free_port, interface_of
 from unisono.launch.orphan_reaper import OrphanReaper
 from unisono.launch.plan import assign_resources
 from unisono.scratch import temporary_folder
@@ -220,6 +220,8 @@ def _environment(way: Way, backend: str, folder: Path) -> dict[str, str]:
     env.pop(SWITCH, None)
     if way.cpu_layers is not None:
         env[SWITCH] = way.cpu_layers
+    # For peers on torch, whose gloo would listen at the address that the host's name leads to.
+    env["GLOO_SOCKET_IFNAME"] = interface_of(LOOPBACK) or "lo"
     if way.kind in PEERS and PEERS[way.kind].backend in ("jax", "tensorflow"):
         ports = [free_port() for _ in range(way.num_processes)]
         env["BENCH_ADDRESSES"] = json.dumps([f"127.0.0.1:{port}" for port in ports])

@@ -2,7 +2,9 @@
 
 `save`, `save_weights` and `export` write to a draft beside the file or folder that they are given,
 which takes its place when it is complete (`unisono.checkpoint.atomic`). Keras' callbacks call
-these methods of the model. Remote paths and open files are passed on as they are.
+these methods of the model. Its functions, such as `keras.saving.save_model(model, path)`, do not:
+those by which they write are replaced while there are parallel models. Remote paths and open files
+are passed on as they are.
 
 In a run of several processes the chief writes and the others wait until the file is there. A
 process that saves to a path that the chief does not save to at the same time writes by itself.
@@ -11,6 +13,7 @@ What fails in the chief raises in all.
 
 import builtins
 import contextlib
+import functools
 import inspect
 import itertools
 import json
@@ -28,30 +31,39 @@ import keras
 
 from unisono.checkpoint.atomic import Draft, output_error_of, replacing
 from unisono.errors import OutputError
-from unisono.hooks import Patch, bind, original
+from unisono.hooks import Patch, bind, original, unbind
 from unisono.keras_internals import (
     BACKUP_EPOCH_PATH,
     SAVE_BACKUP,
     ask_to_proceed_with_overwrite,
     is_remote_path,
+    legacy_h5_format,
     saving_lib,
 )
 from unisono.launch.client import World
 from unisono.replication.callback_ranks import is_alone
 
 SAVES = ("save", "save_weights", "export")
+_SAVE_BY_FUNCTION = "_unisono_save_by_function"
 
 _INDEX_ENDING, _SHARD_ENDING = ".weights.json", ".weights.h5"
 _SHARD = re.compile(r"(?P<base>.*)_(?P<number>[0-9]{5})(?P<ours>-[0-9]+)?\.weights\.h5")
 _FILE_BYTES, _VARIABLE_BYTES = 1 << 15, 1 << 11  # What HDF5 adds, generously.
 _temporary: ContextVar[Path | None] = ContextVar("temporary", default=None)
+_being_saved: ContextVar[tuple[keras.Model, ...]] = ContextVar("being_saved", default=())
 
 
-def safely(model: keras.Model, name: str) -> Callable[..., Any]:
+def safely(model: keras.Model, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     """A method that writes a file, or a folder, in a way that a kill does no harm to."""
 
     def save(*args: Any, **kwargs: Any) -> Any:
-        method = original(model, name)
+        token = _being_saved.set((*_being_saved.get(), model))
+        try:
+            return replace(*args, **kwargs)
+        finally:
+            _being_saved.reset(token)
+
+    def replace(*args: Any, **kwargs: Any) -> Any:
         given = _given(method, args, kwargs)
         path = _local_path(args[0] if args else kwargs.get("filepath"))
         is_sharded = given.get("max_shard_size") is not None
@@ -85,6 +97,42 @@ def _save_shards(
     for shard in replaced:
         shard.unlink(missing_ok=True)
     return result
+
+
+def protect_functions(model: keras.Model, save: Callable[..., Any]) -> None:
+    """Have Keras' functions write a model by `save(name, function, path, ...)`."""
+    bind(model, _SAVE_BY_FUNCTION, save)
+    for patch in _functions:
+        patch.apply()
+
+
+def restore_functions(model: keras.Model) -> None:
+    """Undo `protect_functions`."""
+    unbind(model, _SAVE_BY_FUNCTION)
+    for patch in _functions:
+        patch.lift()
+
+
+def _by_function(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def make(plain: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(plain)
+        def write(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+            save = getattr(model, "__dict__", {}).get(_SAVE_BY_FUNCTION)
+            if save is None or any(each is model for each in _being_saved.get()):
+                return plain(model, filepath, *args, **kwargs)
+            return save(name, functools.partial(plain, model), filepath, *args, **kwargs)
+
+        return write
+
+    return make
+
+
+# Those that `keras.saving` calls, which programs may have imported by name before.
+_functions = [
+    Patch(lambda: saving_lib, "save_model", _by_function("save")),
+    Patch(lambda: saving_lib, "save_weights_only", _by_function("save_weights")),
+    Patch(lambda: legacy_h5_format, "save_model_to_hdf5", _by_function("save")),
+]
 
 
 def protect_backups(callbacks: Iterable[Any]) -> None:

@@ -17,7 +17,7 @@ from unisono.devices.cpu import num_cores
 from unisono.errors import DeviceError
 from unisono.launch.launcher import start
 from unisono.launch.network import address_of, free_port
-from unisono.launch.plan import START_TIMEOUT_S, TIMEOUT_S, start_timeout_s, timeout_s
+from unisono.launch.plan import START_TIMEOUT, START_TIMEOUT_S, TIMEOUT, TIMEOUT_S, is_timeout
 from unisono.launch.request import (
     Request,
     check_program,
@@ -192,14 +192,14 @@ def _add_output(group: Any) -> None:
         "--timeout",
         type=_seconds,
         metavar="S",
-        default=timeout_s(os.environ),
+        default=os.environ.get(TIMEOUT) or TIMEOUT_S,
         help=f"end the run when a process keeps others waiting so long (default: {TIMEOUT_S:g})",
     )
     group.add_argument(
         "--start-timeout",
         type=_seconds,
         metavar="S",
-        default=start_timeout_s(os.environ),
+        default=os.environ.get(START_TIMEOUT) or START_TIMEOUT_S,
         help=f"how long nodes wait for each other (default: {START_TIMEOUT_S:g})",
     )
 
@@ -301,4 +301,4 @@ def _memory(text: str | None) -> str | float | None:
 
 _count = checked_option(int, lambda value: value >= 1, "a whole number of at least 1")
 _index = checked_option(int, lambda value: value >= 0, "a whole number from 0")
-_seconds = checked_option(float, lambda value: 0 < value < 1e9, "a number of seconds above 0")
+_seconds = checked_option(float, is_timeout, "a number of seconds above 0")

@@ -5,6 +5,7 @@ decision is made here. `UNISONO_SIMULATED_GPUS=4` makes four CPU replicas stand 
 `UNISONO_REPLICAS=n` is the default for `replicas`.
 """
 
+import itertools
 import os
 import warnings
 from collections.abc import Sequence
@@ -187,7 +188,13 @@ def gpu_ids(gpus: int | Sequence[int], available: int) -> tuple[int, ...]:
             )
         ids: tuple[int, ...] = tuple(range(gpus))
     elif isinstance(gpus, Sequence) and not isinstance(gpus, str):
-        ids = tuple(gpus)
+        most = max(available, _MAX_SHOWN)
+        ids = tuple(itertools.islice(gpus, most + 1))  # A range may have any length.
+        if len(ids) > most:
+            raise DeviceError(
+                f"Asked for more than {most} GPUs; this machine has {available} GPU(s). Ask for at "
+                "most as many, or leave gpus= out to take all."
+            )
     else:
         raise DeviceError(
             f"Asked for gpus={gpus!r}; found a {type(gpus).__name__}. "

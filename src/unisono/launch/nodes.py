@@ -7,6 +7,7 @@ second, so that a node that is lost is noticed though nothing closes its connect
 
 import contextlib
 import dataclasses
+import itertools
 import select
 import socket
 import time
@@ -23,6 +24,7 @@ from unisono.launch.wire import Frames, Message, TamperedError
 _SEND_S = 3.0
 _POLL_S = 0.1
 _CLOSE_S = 1.0
+_MAX_NAMED = 16
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,10 @@ class NodeServer:
         with self._lock:
             peers = dict(self._peers)
         here = {0, *peers}
-        missing = [str(node) for node in range(self._own.num_nodes) if node not in here]
+        absent = (str(node) for node in range(self._own.num_nodes) if node not in here)
+        missing = list(itertools.islice(absent, _MAX_NAMED))
+        if (num_more := self._own.num_nodes - len(here) - len(missing)) > 0:
+            missing.append(f"and {num_more} more")
         reason = (
             f"Of {self._own.num_nodes} nodes, {', '.join(missing)} did not connect to the "
             f"coordinator {when}. Start the same command on every node, with --node-rank from 0 to "

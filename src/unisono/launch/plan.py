@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from unisono.devices import POLICY, REPLICAS, SIMULATED_GPUS, Policy, Selection
+from unisono.errors import LaunchError
 from unisono.launch.client import HOST
 from unisono.launch.cpu_environment import (
     is_tuned,
@@ -31,11 +32,34 @@ _INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
 def timeout_s(env: Mapping[str, str]) -> float:
-    return float(env.get(TIMEOUT) or TIMEOUT_S)
+    return _seconds(env, TIMEOUT, TIMEOUT_S)
 
 
 def start_timeout_s(env: Mapping[str, str]) -> float:
-    return float(env.get(START_TIMEOUT) or START_TIMEOUT_S)
+    return _seconds(env, START_TIMEOUT, START_TIMEOUT_S)
+
+
+def is_timeout(seconds: float) -> bool:
+    """Whether this many seconds can be waited for.
+
+    >>> is_timeout(float("nan"))
+    False
+    """
+    return 0 < seconds < 1e9
+
+
+def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
+    text = env.get(name) or str(default)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not is_timeout(seconds):
+        raise LaunchError(
+            f"Found {name}={text!r} in the environment. Set it to a number of seconds above 0, or "
+            "unset it."
+        )
+    return seconds
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,8 @@ _KEPT_S = 7 * 24 * 3600
 _TOUCH_S = 10.0
 _MAX_ENDED = 50
 _FILE_NAME = re.compile(r"rank-[0-9]+\.(jsonl|new)")
+# What reading a line of somebody else's raises; the last one if it is nested deeply.
+_NO_RECORD = (ValueError, TypeError, RecursionError)
 _WRITER_KEYS = {"host", "pid", "rank", "world_size", "backend"}
 # Letters of /proc for a process' state. One that has ended stays until its parent reaps it.
 _ENDED, _STOPPED = frozenset("ZXx"), frozenset("Tt")
@@ -244,7 +246,7 @@ def _read(path: Path) -> RankEvents | None:
             start = file.tell()
             file.seek(max(start, file.seek(0, 2) - _LAST_BYTES))
             lines = file.read().splitlines()
-    except (OSError, ValueError, TypeError):
+    except (OSError, *_NO_RECORD):
         return None  # Half written, or by another version.
     last = next(_records(lines), None)
     state, started = process_state(writer.pid)
@@ -256,7 +258,7 @@ def _read(path: Path) -> RankEvents | None:
 def _records(lines: list[bytes]) -> Iterator[Progress]:
     """The complete records, the last one first."""
     for line in reversed(lines):
-        with contextlib.suppress(ValueError, TypeError):
+        with contextlib.suppress(*_NO_RECORD):
             yield Progress(**json.loads(line))
 
 
@@ -298,6 +300,6 @@ def _is_ours(folder: int, name: str, run: str) -> bool:
             return False
         try:
             first = json.loads(file.readline(_LAST_BYTES))
-        except ValueError:
+        except _NO_RECORD:
             return False
     return isinstance(first, dict) and first.get("run") == run and first.keys() >= _WRITER_KEYS

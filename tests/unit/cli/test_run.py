@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 from launching import END_S, SCRIPT, ended_within, pids_in, wait_for
 
+import unisono
 from unisono.cli import main
 from unisono.cli import run as launcher
+from unisono.errors import LaunchError
 from unisono.launch.failure import Outcome
 from unisono.launch.launcher import perform
 from unisono.launch.request import Request
@@ -584,3 +586,14 @@ def test_an_interface_that_is_not_there_is_told_with_one_process_too(run, folder
     assert "Asked for the interface 'nope'; this machine has " in err
     assert "Traceback" not in err
     assert not pids_in(folder)
+
+
+def test_a_timeout_of_the_environment_that_is_none_is_told(run, folder, monkeypatch):
+    code, _, err = run("--replicas", 1, SCRIPT, folder, "well", UNISONO_TIMEOUT="soon").wait()
+    assert code == 2
+    assert "'soon' is not a number of seconds above 0" in err
+    assert "Traceback" not in err
+    monkeypatch.setenv("UNISONO_TIMEOUT", "nan")
+    with pytest.raises(LaunchError, match="Found UNISONO_TIMEOUT='nan' in the environment"):
+        unisono.spawn(print, replicas=1)
+    assert main(["devices"]) == 0  # It has no use for one.

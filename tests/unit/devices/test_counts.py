@@ -62,10 +62,11 @@ def test_more_than_eight_per_core_are_refused_unless_it_is_allowed(monkeypatch):
     assert choose(replicas=25, gpus=None, num_visible_gpus=0).num_replicas == 25
 
 
-@pytest.mark.parametrize("gpus", [10**6, 10**15])
+@pytest.mark.parametrize("gpus", [10**6, 10**15, range(10**15), [*range(17)]])
 @pytest.mark.parametrize("found", [0, 4])
 def test_more_gpus_than_any_machine_has(gpus, found):
-    with pytest.raises(DeviceError, match=rf"gpus={gpus}; this machine has {found} GPU"):
+    asked = f"gpus={gpus}" if isinstance(gpus, int) else "more than 16 GPUs"
+    with pytest.raises(DeviceError, match=rf"{asked}; this machine has {found} GPU"):
         choose(replicas=None, gpus=gpus, num_visible_gpus=found)
 
 

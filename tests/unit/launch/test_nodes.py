@@ -133,6 +133,15 @@ def test_numbers_of_nodes_that_disagree(run, port, folder):
     assert pids_in(folder) == []
 
 
+def test_a_huge_number_of_nodes_is_not_listed(run, port, folder):
+    count = 99_999_999
+    first = run(*of_node(count, 0, port), "--start-timeout", 1, SCRIPT, folder, "well", **SECRET)
+    code, _, err = first.wait()
+    assert code == 1
+    assert f"Of {count} nodes, 1, 2, 3, " in err
+    assert f", 16, and {count - 17} more did not connect" in err
+
+
 def test_sizes_of_the_world_that_disagree(run, port, folder):
     options = ["-H", "a:1,b:1", "-np", 2], ["-H", "a:1,b:2", "-np", 3]
     started = [

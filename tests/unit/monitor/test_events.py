@@ -74,6 +74,8 @@ def test_other_hosts_and_broken_files_are_left_out(tmp_path):
     EventFile(tmp_path, writer(run="b"))
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "rank-0.jsonl").write_text('{"half')
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "rank-0.jsonl").write_text("[" * 8000)
     with (tmp_path / "b" / "rank-0.jsonl").open("a") as file:
         file.write(json.dumps(dataclasses.asdict(progress())) + '\n{"half')
     found = read_runs(tmp_path)

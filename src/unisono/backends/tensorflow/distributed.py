@@ -12,7 +12,7 @@ import logging
 import os
 import random
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -61,9 +61,7 @@ def join(world: World) -> None:
     sources = source_addresses(world, hosts)
     _, port = split_address(cluster[job][task])
     try:
-        with OnlyFrom(sources, port=port) as guard, _starting_without_gil():
-            if guard.is_diverted:
-                os.environ[_REUSE_PORT] = "1"
+        with closed_server(port, sources) as guard:
             _strategy = tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver)
     except (tf.errors.OpError, RuntimeError) as error:
         raise LaunchError(
@@ -82,6 +80,15 @@ def _warn_of_open_servers(is_one_machine: bool) -> None:
         "other users of %s can, and act with your rights. See SECURITY.md.",
         "this machine" if is_one_machine else "its nodes",
     )
+
+
+@contextmanager
+def closed_server(port: int, sources: Iterable[str] = ()) -> Iterator[OnlyFrom]:
+    """While this is entered, TensorFlow's server starts; only loopback and `sources` reach it."""
+    with OnlyFrom(sources, port=port) as guard, _starting_without_gil():
+        if guard.is_diverted:
+            os.environ[_REUSE_PORT] = "1"
+        yield guard
 
 
 @contextmanager

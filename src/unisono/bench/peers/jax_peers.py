@@ -7,6 +7,7 @@ from typing import Any
 from unisono.bench.nets import PER_REPLICA, data, make
 from unisono.bench.peers.bare_nets import LEARNING_RATE, MOMENTUM, NORM_MOMENTUM, Layers, logits
 from unisono.bench.racer import Pass, fit_pass, loop_pass
+from unisono.launch.network import split_address
 
 
 def data_parallel(net: str, num_steps: int, num_replicas: int) -> Pass:
@@ -29,8 +30,17 @@ def shard_map(net: str, num_steps: int, num_replicas: int) -> Pass:
     import numpy as np
     from jax.sharding import NamedSharding, PartitionSpec
 
+    from unisono.backends.jax.internals import gloo_collectives, register_cpu_backend
+
     coordinator = json.loads(os.environ["BENCH_ADDRESSES"])[0]
-    jax.distributed.initialize(coordinator, num_replicas, int(os.environ["BENCH_RANK"]))
+    # JAX would listen on all addresses, and gloo at the one that the host's name leads to.
+    jax.distributed.initialize(
+        coordinator,
+        num_replicas,
+        int(os.environ["BENCH_RANK"]),
+        coordinator_bind_address=coordinator,
+    )
+    register_cpu_backend(lambda: gloo_collectives(split_address(coordinator)[0]))
     mesh = jax.make_mesh((num_replicas,), ("batch",))
     replicated = NamedSharding(mesh, PartitionSpec())
     sharded = NamedSharding(mesh, PartitionSpec("batch"))

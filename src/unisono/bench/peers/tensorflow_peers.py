@@ -7,6 +7,7 @@ from typing import Any
 from unisono.bench.nets import PER_REPLICA, data, make
 from unisono.bench.peers.bare_nets import LEARNING_RATE, MOMENTUM, NORM_MOMENTUM, Layers, logits
 from unisono.bench.racer import Pass, fit_pass, loop_pass
+from unisono.launch.network import split_address
 
 
 def mirrored(net: str, num_steps: int, num_replicas: int) -> Pass:
@@ -141,7 +142,11 @@ def bare_layers() -> type[Layers]:
 def _multi_worker_strategy() -> Any:
     import tensorflow as tf
 
-    addresses = json.loads(os.environ["BENCH_ADDRESSES"])
-    task = {"type": "worker", "index": int(os.environ["BENCH_RANK"])}
+    from unisono.backends.tensorflow.distributed import closed_server
+
+    addresses, rank = json.loads(os.environ["BENCH_ADDRESSES"]), int(os.environ["BENCH_RANK"])
+    task = {"type": "worker", "index": rank}
     os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": addresses}, "task": task})
-    return tf.distribute.MultiWorkerMirroredStrategy()
+    # Its server listens on all addresses, and gives the user's files to anyone who connects.
+    with closed_server(split_address(addresses[rank])[1]):
+        return tf.distribute.MultiWorkerMirroredStrategy()
