@@ -17,6 +17,7 @@ from jax import lax, numpy
 from keras import layers
 
 from unisono.hooks import bind, original, unbind
+from unisono.keras_internals import layers_of
 
 _MAX_WINDOW = 16
 """Pixels of a window that are compared one by one; beyond that the search is not slower."""
@@ -33,7 +34,7 @@ def replace_layers(model: keras.Model, names: frozenset[str], *, num_replicas: i
         num_replicas: A single replica has all cores, with which a matrix product is no faster than
             a convolution and takes more memory.
     """
-    for layer in model._flatten_layers() if names else ():
+    for layer in layers_of(model) if names else ():
         if "conv" in names and _is_convolution(layer) and num_replicas > 1:
             bind(layer, "convolution_op", _convolution_op(layer))
         elif "max_pool" in names and _is_max_pooling(layer):
@@ -42,7 +43,7 @@ def replace_layers(model: keras.Model, names: frozenset[str], *, num_replicas: i
 
 def restore_layers(model: keras.Model) -> None:
     """Restore Keras' own computations."""
-    for layer in model._flatten_layers():
+    for layer in layers_of(model):
         if _is_convolution(layer):
             unbind(layer, "convolution_op")
         elif _is_max_pooling(layer):
