@@ -18,9 +18,10 @@ _Callback = TypeVar("_Callback")
 def every_rank(callback: _Callback) -> _Callback:
     """Run a callback in every process of a run.
 
-    A program's own callbacks and those of Keras that may steer the training do so anyway; this is
-    for a callback of another installed package that must act in all processes, because it calls
-    `fit`, changes more of the model than its variables, or logs what each process does.
+    A program's own callbacks, and those of Keras that may change the training, run in every process
+    anyway. This is for a callback of another installed package that must run in all processes,
+    because it calls `fit`, changes more of the model than its variables, or logs what each process
+    does.
 
     Args:
         callback: A callback for `fit`, `evaluate` or `predict`.
@@ -29,18 +30,19 @@ def every_rank(callback: _Callback) -> _Callback:
         The callback itself.
 
     Raises:
-        ConfigurationError: What was given is no callback.
+        ConfigurationError: If `callback` is not a callback.
 
-    >>> import keras
-    >>> log = every_rank(keras.callbacks.CSVLogger("log.csv"))
-    >>> type(log).__name__
-    'CSVLogger'
+    Example:
+        >>> import keras
+        >>> log = every_rank(keras.callbacks.CSVLogger("log.csv"))
+        >>> type(log).__name__
+        'CSVLogger'
     """
     return _marked(callback, "every")
 
 
 def chief_only(callback: _Callback) -> _Callback:
-    """Run a callback in the first process of a run alone, as Keras' loggers are.
+    """Run a callback in the first process of a run only, as Keras' loggers are.
 
     It may call `model.evaluate` and `model.predict` on data of its own, which then run in that
     process only. Variables that it writes (weights, the learning rate) and `stop_training` reach
@@ -53,12 +55,13 @@ def chief_only(callback: _Callback) -> _Callback:
         The callback itself.
 
     Raises:
-        ConfigurationError: What was given is no callback.
+        ConfigurationError: If `callback` is not a callback.
 
-    >>> import keras
-    >>> show = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: print(epoch))
-    >>> chief_only(show) is show
-    True
+    Example:
+        >>> import keras
+        >>> show = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: print(epoch))
+        >>> chief_only(show) is show
+        True
     """
     return _marked(callback, "chief")
 
@@ -76,16 +79,24 @@ def _marked(callback: _Callback, ranks: str) -> _Callback:
 class DeviceStats(keras.callbacks.Callback):
     """Add each device's load and memory to the logs of an epoch, for CSVLogger and TensorBoard.
 
-    `gpu_0_load` is the mean share of the time in which the GPU computed, `gpu_0_memory_gb` the most
-    of its memory that was in use; without GPUs they are the CPU's. Callbacks see the logs in their
-    order, so name this one before those that write them.
+    `gpu_0_load` is the mean fraction of the time in which the GPU computed, `gpu_0_memory_gb` the
+    peak of its memory in use; without GPUs they are the CPU's. Callbacks see the logs in their
+    order, so list this one before those that write them.
 
-    >>> import keras, numpy as np
-    >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-    >>> model.compile("sgd", "mse")
-    >>> history = model.fit(np.ones((8, 4)), np.ones((8, 1)), callbacks=[DeviceStats()], verbose=0)
-    >>> sorted(history.history)
-    ['cpu_0_load', 'cpu_0_memory_gb', 'loss']
+    Args:
+        every_s: The seconds between two measurements.
+
+    Raises:
+        ConfigurationError: If `every_s` is not a number above 0.
+
+    Example:
+        >>> import keras, numpy as np
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        >>> model.compile("sgd", "mse")
+        >>> x, y = np.ones((8, 4)), np.ones((8, 1))
+        >>> history = model.fit(x, y, callbacks=[DeviceStats()], verbose=0)
+        >>> sorted(history.history)
+        ['cpu_0_load', 'cpu_0_memory_gb', 'loss']
     """
 
     def __init__(self, *, every_s: float = _EVERY_S) -> None:

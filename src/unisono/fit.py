@@ -40,6 +40,7 @@ from unisono.hooks import bind, original, unbind
 from unisono.keras_internals import INITIAL_EPOCH, can_convert_arrays, is_default
 from unisono.launch.client import current_world
 from unisono.launch.preemption_signal import is_handling_signals
+from unisono.log import logger
 from unisono.monitor.events import runs_folder
 from unisono.replication.callback_ranks import (
     ChiefModel,
@@ -125,7 +126,7 @@ class ModelCalls:
             return
         self._is_announced = True
         global_batch = call.global_batch()
-        print(_announcement(self._framework, self._placement, global_batch), flush=True)
+        logger.info(_announcement(self._framework, self._placement, global_batch))
         _warn_of_batch(self._framework, self._placement, global_batch)
 
     # -- 2. observing steps --------------------------------------------------------------------
@@ -353,7 +354,7 @@ def _agree_on_randomness(feed: Feed) -> None:
 def _announcement(framework: Framework, placement: Placement, global_batch: int | None) -> str:
     count = placement.num_replicas
     noun = "replica" if count == 1 else "replicas"
-    line = f"unisono: {framework.name}, {count} {noun} on {placement}; global batch "
+    line = f"{framework.name}, {count} {noun} on {placement}; global batch "
     if global_batch is None:
         line += f"as the data yields it, 1/{count} of it per replica"
     elif global_batch % count == 0:

@@ -16,6 +16,7 @@ from unisono.backends import FRAMEWORKS, load_framework
 from unisono.errors import LaunchError
 from unisono.imports import after_import, check_versions, keras_backend
 from unisono.launch.preemption_signal import PREEMPTION_SIGNAL, handle_signals
+from unisono.log import logger
 from unisono.topology import JOINED, Topology, is_slurm_task, settle, topology
 
 # The client of a run is imported by those who join one: `import unisono` is to be quick.
@@ -83,7 +84,7 @@ def _fitted(facts: Topology) -> Topology:
         # Printed once per node, without the traceback that each of its tasks would print.
         raise SystemExit(f"unisono: {error}" if step.task == 0 else 1) from error
     if remark and step.is_first:
-        print(f"unisono: {remark}", file=sys.stderr, flush=True)
+        logger.warning(remark)
     if fitted is None:
         raise SystemExit(0)
     return settle(fitted)

@@ -35,19 +35,35 @@ def parallel(
     gpus: int | Sequence[int] | None = None,
     sync_batch_norm: bool = True,
 ) -> "keras.Model":
-    """Train a Keras model on several devices; returns the model itself.
+    """Train a Keras model on several devices, in place.
 
     Without arguments every GPU is used, or one replica where there is none. In a run of several
-    processes (`unisono run`) the model of each process is one replica. `replicas=4` takes
-    four GPUs, or four CPU replicas on a machine without GPUs; `gpus=[0, 2]` takes those two. The
-    batch given to `fit` stays the global batch, and the result is that of one device.
+    processes (`unisono run`) the model of each process is one replica. The batch given to `fit`
+    stays the global batch, and the result is that of one device.
 
-    >>> import keras, numpy as np
-    >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-    >>> model = parallel(model, replicas=2)
-    >>> model.compile("sgd", "mse")
-    >>> history = model.fit(np.ones((8, 4)), np.ones((8, 1)), batch_size=4, verbose=0)
-    unisono: ... 2 replicas on cpu 0, 1; global batch 4 = 2 x 2 per replica
+    Args:
+        model: A Keras model, compiled or not.
+        replicas: The number of replicas: that many GPUs, or CPU replicas on a machine without GPUs.
+        gpus: The number of GPUs, or a list of their ids.
+        sync_batch_norm: Whether batch normalization uses the statistics of the global batch, as on
+            one device. With `False` each replica normalizes its own rows.
+
+    Returns:
+        The model itself.
+
+    Raises:
+        ModelError: If `model` is not a Keras model, or was compiled with
+            `hvd.DistributedOptimizer`.
+        ConfigurationError: If the devices do not exist, or the backend has already started with
+            others.
+
+    Example:
+        >>> import keras, numpy as np
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        >>> model = parallel(model, replicas=2)
+        >>> model.compile("sgd", "mse")
+        >>> history = model.fit(np.ones((8, 4)), np.ones((8, 1)), batch_size=4, verbose=0)
+        unisono: ... 2 replicas on cpu 0, 1; global batch 4 = 2 x 2 per replica
     """
     check_model(model)
     placement = place(replicas=replicas, gpus=gpus)
@@ -92,10 +108,21 @@ def place(*, replicas: int | None, gpus: int | Sequence[int] | None) -> Placemen
 def release(model: "keras.Model") -> "keras.Model":
     """Give a parallel model back to plain Keras on one device, with its present values.
 
-    >>> import keras
-    >>> model = parallel(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]), replicas=2)
-    >>> release(model) is model
-    True
+    Args:
+        model: A Keras model; one that is not parallel stays as it is.
+
+    Returns:
+        The model itself.
+
+    Raises:
+        ModelError: If `model` is not a Keras model.
+
+    Example:
+        >>> import keras
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        >>> model = parallel(model, replicas=2)
+        >>> release(model) is model
+        True
     """
     check_model(model, "release")
     replicated = replicated_model(model)
@@ -111,14 +138,25 @@ def release(model: "keras.Model") -> "keras.Model":
 def check_replicas(model: "keras.Model") -> str:
     """Compare every replica's copy of a model's weights and optimizer state, bit by bit.
 
-    Returns their common checksum; DisagreementError names the variable in which replicas differ.
     In a run of several processes all of them must call it.
 
-    >>> import keras
-    >>> from unisono import parallel
-    >>> model = parallel(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]), replicas=2)
-    >>> len(check_replicas(model))
-    8
+    Args:
+        model: A parallel model; in a run of several processes also the model of a custom training
+            loop.
+
+    Returns:
+        The checksum that all replicas have in common: eight hexadecimal digits.
+
+    Raises:
+        DisagreementError: If replicas differ; the message names the first variable that does.
+        ModelError: If the model has no replicas, or is not a Keras model.
+
+    Example:
+        >>> import keras
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        >>> model = parallel(model, replicas=2)
+        >>> len(check_replicas(model))
+        8
     """
     from unisono.launch.client import current_world
 
@@ -157,15 +195,24 @@ def configure(
     memory: str | float | None = None,
     cpu_threads: int | None = None,
 ) -> None:
-    """Limit what this process takes of the machine; call it at the top, before devices start.
+    """Limit what this process uses of the machine; call it before the backend starts its devices.
 
-    `gpus` is a number, a list of ids, `"idle"` or `"idle:2"`, the two emptiest; the others are
-    hidden from every backend, and those left are counted from 0. `memory`, for each process on
-    each GPU, is `"grow"`, `"all"`, an amount such as `"8GiB"` or a share such as 0.5. Later calls
-    may add to what was set, and raise `DeviceError` where they contradict it.
+    Later calls may add to what was set, and may not contradict it.
 
-    >>> import unisono
-    >>> unisono.configure(memory="grow", cpu_threads=2)
+    Args:
+        gpus: A number of GPUs, a list of ids, `"idle"` for all that no other process uses, or
+            `"idle:2"` for the two of these with the most free memory. The others are hidden from
+            every backend, and those left are counted from 0.
+        memory: For each process, on each GPU: `"grow"`, `"all"`, an amount such as `"8GiB"` or a
+            fraction such as 0.5.
+        cpu_threads: The number of threads for computations on CPUs.
+
+    Raises:
+        ConfigurationError: If a value makes no sense or contradicts an earlier call
+            (`DeviceError`), or if the backend has already started its devices (`StartedError`).
+
+    Example:
+        >>> configure(memory="grow", cpu_threads=2)
     """
     before = current_policy()
     policy = before.joined_with(describe(gpus, memory, cpu_threads))
@@ -195,11 +242,11 @@ def check_model(model: object, call: str = "parallel") -> None:
     import keras
 
     if not isinstance(model, keras.Model):
-        wish = {"parallel": "parallelize", "release": "release"}.get(
+        verb = {"parallel": "parallelize", "release": "release"}.get(
             call, "compare the replicas of"
         )
         raise ModelError(
-            f"Asked to {wish} a {type(model).__name__}; unisono.{call} takes a "
+            f"Asked to {verb} a {type(model).__name__}; unisono.{call} takes a "
             "keras.Model (Sequential, functional or subclassed). Pass the model itself."
         )
 

@@ -8,20 +8,31 @@ from unisono.backends import Backend, load_backend
 from unisono.devices import Placement, simulated_gpus
 from unisono.devices.locations import HOST, Location, Locations, find, location
 from unisono.errors import ModelError
+from unisono.log import logger
 from unisono.reserve import num_reserved
 
 
 def device(name: str) -> AbstractContextManager[None]:
     """Put what Keras computes and creates inside a `with` block on one device.
 
-    Takes "cpu", "cpu:0", "gpu", "gpu:2", "GPU:1", "/gpu:1" and "cuda:1". The inputs of an op may
-    live anywhere, its result lands on the device of the block. Blocks nest.
+    The inputs of an op may be on any device, its result is on that of the block. Blocks nest.
 
-    >>> import keras
-    >>> with device("cpu"):
-    ...     ones = keras.ops.ones((2, 3))
-    >>> where(ones).devices
-    ('cpu:0',)
+    Args:
+        name: The device: `"cpu"`, `"cpu:0"`, `"gpu"`, `"gpu:2"`, `"GPU:1"`, `"/gpu:1"` or
+            `"cuda:1"`.
+
+    Returns:
+        A context manager, which is a decorator as well.
+
+    Raises:
+        DeviceError: If there is no such device.
+
+    Example:
+        >>> import keras
+        >>> with device("cpu"):
+        ...     ones = keras.ops.ones((2, 3))
+        >>> where(ones).devices
+        ('cpu:0',)
     """
     backend = _backend()
     # CPU devices are virtual: as many as are set aside, less those that answer as GPUs.
@@ -33,7 +44,7 @@ def device(name: str) -> AbstractContextManager[None]:
 
 
 class _DeviceScope(ContextDecorator, AbstractContextManager[None]):
-    """An backend's scope, entered as often as one likes: again, in itself, or as a decorator."""
+    """A backend's scope, entered as often as one likes: again, in itself, or as a decorator."""
 
     def __init__(self, backend: Backend, placement: Placement) -> None:
         self._backend = backend
@@ -50,18 +61,27 @@ class _DeviceScope(ContextDecorator, AbstractContextManager[None]):
 
 
 def where(value: Any) -> Any:
-    """Say on which devices a tensor, a variable, a layer or a whole model lives.
+    """Tell on which devices a tensor, a variable, a layer or a model is.
 
-    One value gives one record (shape, bytes, devices, layout), a layer or a model a table of them,
-    with the variables of the optimizer once these exist. NumPy arrays are in "host" memory.
+    Args:
+        value: A tensor, a variable, a NumPy array, a layer, a model, an optimizer or a metric.
 
-    >>> import keras
-    >>> record = where(keras.Variable([1.0, 2.0]))
-    >>> record.layout, record.num_bytes
-    ('single', 8)
-    >>> table = where(keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)]))
-    >>> [record.shape for record in table]
-    [(4, 2), (2,)]
+    Returns:
+        For one value a record with `shape`, `num_bytes`, `devices` and `layout`; NumPy arrays are
+        in `"host"` memory. For a layer or a model a table of records, with the variables of the
+        optimizer once these exist.
+
+    Raises:
+        ModelError: If the value is on no device: a symbolic tensor, a layer that is not built.
+
+    Example:
+        >>> import keras
+        >>> record = where(keras.Variable([1.0, 2.0]))
+        >>> record.layout, record.num_bytes
+        ('single', 8)
+        >>> table = where(keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)]))
+        >>> [record.shape for record in table]
+        [(4, 2), (2,)]
     """
     import keras
     import numpy as np
@@ -82,15 +102,19 @@ def where(value: Any) -> Any:
 
 
 def log_placement(is_on: bool = True) -> None:
-    """Print each op with the device that it ran on, where the backend can tell.
+    """Print each op with the device that it ran on, on TensorFlow.
 
-    TensorFlow can. On JAX and torch one line says that they can't, and what to do instead.
+    JAX and torch do not report it: one line says so, and what to do instead.
 
-    >>> log_placement(False)
+    Args:
+        is_on: Whether to print from now on.
+
+    Example:
+        >>> log_placement(False)
     """
     reason = _backend().log_placement(is_on)
     if reason is not None and is_on:
-        print(f"unisono: {reason}; print unisono.where(result) instead", flush=True)
+        logger.info(f"{reason}; print unisono.where(result) instead")
 
 
 def _backend() -> Backend:

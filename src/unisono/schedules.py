@@ -1,8 +1,8 @@
 """Learning rates for any number of replicas: step → rate, as schedules of Keras.
 
 A step is one update by the optimizer, so a schedule means the same on every backend and whatever
-the global batch. Schedules take a rate or another schedule, Keras' own too, so they compose. Asked
-for a plain number they answer with one, which is for printing, plotting and custom training loops.
+the global batch. Schedules take a rate or another schedule, Keras' own too, so they compose. Called
+with a plain number they return one, for printing, plotting and custom training loops.
 """
 
 import math
@@ -19,11 +19,21 @@ SCALINGS = ("linear", "sqrt", "none")
 class PolynomialDecay(keras.optimizers.schedules.LearningRateSchedule):
     """From `rate` to `end_rate` over `decay_steps` steps, and `end_rate` from there on.
 
-    With `power=1` along a straight line, as `rate * (1 - step / decay_steps)`.
+    At a step it is `(rate - end_rate) * (1 - step / decay_steps) ** power + end_rate`.
 
-    >>> rate = PolynomialDecay(0.1, decay_steps=100)
-    >>> rate(0), rate(50), rate(200)
-    (0.1, 0.05, 0.0)
+    Args:
+        rate: The learning rate at step 0.
+        decay_steps: The number of steps after which it is `end_rate`.
+        end_rate: The last learning rate.
+        power: The power of the polynomial; 1 is a straight line.
+
+    Raises:
+        ConfigurationError: If a rate is negative, or there are no steps or no positive power.
+
+    Example:
+        >>> rate = PolynomialDecay(0.1, decay_steps=100)
+        >>> rate(0), rate(50), rate(200)
+        (0.1, 0.05, 0.0)
     """
 
     def __init__(
@@ -58,8 +68,16 @@ class PolynomialDecay(keras.optimizers.schedules.LearningRateSchedule):
 class Scaled(keras.optimizers.schedules.LearningRateSchedule):
     """`factor` times a rate or a schedule.
 
-    >>> Scaled(PolynomialDecay(0.1, decay_steps=100), 4)(0)
-    0.4
+    Args:
+        schedule: A learning rate, or a schedule of unisono or Keras.
+        factor: What it is multiplied with.
+
+    Raises:
+        ConfigurationError: If the factor or the rate is not a number of at least 0.
+
+    Example:
+        >>> Scaled(PolynomialDecay(0.1, decay_steps=100), 4)(0)
+        0.4
     """
 
     def __init__(self, schedule: Any, factor: float) -> None:
@@ -78,11 +96,20 @@ class WarmUp(keras.optimizers.schedules.LearningRateSchedule):
     """A rate or a schedule, approached along a straight line over the first `warmup_steps` steps.
 
     At step 0 it is `start_factor` times the schedule's own value, from `warmup_steps` on it is that
-    value: large global batches do not train from the start at the rate that suits them later.
+    value: training with a large global batch often diverges if it begins at its full rate.
 
-    >>> rate = WarmUp(0.4, warmup_steps=10, start_factor=0.25)
-    >>> rate(0), rate(5), rate(10)
-    (0.1, 0.25, 0.4)
+    Args:
+        schedule: A learning rate, or a schedule of unisono or Keras.
+        warmup_steps: The number of steps; 0 for no warm-up.
+        start_factor: The fraction of the schedule's value at step 0.
+
+    Raises:
+        ConfigurationError: If a number is negative.
+
+    Example:
+        >>> rate = WarmUp(0.4, warmup_steps=10, start_factor=0.25)
+        >>> rate(0), rate(5), rate(10)
+        (0.1, 0.25, 0.4)
     """
 
     def __init__(self, schedule: Any, warmup_steps: int, *, start_factor: float = 0.0) -> None:
@@ -110,12 +137,22 @@ class WarmUp(keras.optimizers.schedules.LearningRateSchedule):
 
 
 def scaling_factor(num_replicas: int, scaling: str = "linear") -> float:
-    """How much a learning rate grows with the replicas, as the global batch does.
+    """By how much to multiply the learning rate of one replica for `num_replicas`.
 
-    "linear" is the rule of Goyal et al. (2017); "sqrt" keeps the variance of an update.
+    Args:
+        num_replicas: The number of replicas, with which the global batch grows.
+        scaling: `"linear"`, the rule of Goyal et al. (2017); `"sqrt"`, which keeps the variance of
+            an update; or `"none"`.
 
-    >>> scaling_factor(4), scaling_factor(4, "sqrt"), scaling_factor(4, "none")
-    (4.0, 2.0, 1.0)
+    Returns:
+        The factor.
+
+    Raises:
+        ConfigurationError: If there is no replica, or no such scaling.
+
+    Example:
+        >>> scaling_factor(4), scaling_factor(4, "sqrt"), scaling_factor(4, "none")
+        (4.0, 2.0, 1.0)
     """
     if num_replicas < 1:
         raise ConfigurationError(f"Asked for num_replicas={num_replicas!r}. Give at least 1.")
@@ -129,14 +166,27 @@ def scaling_factor(num_replicas: int, scaling: str = "linear") -> float:
 def for_replicas(
     schedule: Any, num_replicas: int, *, scaling: str = "linear", warmup_steps: int = 0
 ) -> Any:
-    """A schedule for one replica, turned into one for many: scaled, after a gradual warm-up.
+    """Turn a schedule for one replica into one for many: scaled, after a gradual warm-up.
 
-    The warm-up begins at the rate of one replica (Goyal et al. 2017, section 2.2), so where nothing
-    is scaled there is none.
+    The warm-up begins at the rate of one replica (Goyal et al. 2017, section 2.2), so there is none
+    if nothing is scaled.
 
-    >>> rate = for_replicas(0.1, 4, warmup_steps=10)
-    >>> rate(0), rate(10)
-    (0.1, 0.4)
+    Args:
+        schedule: A learning rate, or a schedule of unisono or Keras.
+        num_replicas: The number of replicas.
+        scaling: See `scaling_factor`.
+        warmup_steps: The number of steps until the scaled rate is reached.
+
+    Returns:
+        A schedule, for any optimizer of Keras.
+
+    Raises:
+        ConfigurationError: If a number is negative, or there is no such scaling.
+
+    Example:
+        >>> rate = for_replicas(0.1, 4, warmup_steps=10)
+        >>> rate(0), rate(10)
+        (0.1, 0.4)
     """
     factor = scaling_factor(num_replicas, scaling)
     return WarmUp(Scaled(schedule, factor), warmup_steps, start_factor=1 / factor)

@@ -28,17 +28,36 @@ def spawn(
     replicas: int | None = None,
     gpus: int | Sequence[int] | None = None,
 ) -> list[Any]:
-    """Run `function(*args, **kwargs)` in one process per replica; returns what each returned.
+    """Run a function in one process per replica.
 
-    What `unisono run` does for a script, for a function: inside it `unisono.parallel`, `Strategy`
-    and `unisono.topology()` know the other processes. It works from a script without a guard and
-    from a notebook; the first replica's output is shown, an exception on any replica ends all of
-    them and is raised here.
+    It does for a function what `unisono run` does for a script: inside it `unisono.parallel`,
+    `Strategy` and `unisono.topology()` know the other processes. It works in a notebook, and in a
+    script without `if __name__ == "__main__"`. The first replica's output is shown.
 
-    >>> spawn(lambda: 1, replicas=0)
-    Traceback (most recent call last):
-    ...
-    unisono.errors.DeviceError: Asked for replicas=0. Give a whole number of at least 1.
+    Args:
+        function: The function; it is pickled, with its arguments, by cloudpickle.
+        args: Its positional arguments.
+        kwargs: Its arguments by name.
+        replicas: The number of processes; by default one per GPU.
+        gpus: The number of GPUs, or a list of their ids.
+
+    Returns:
+        A list of what the function returned in each process, by rank.
+
+    Raises:
+        StrategyError: If the function cannot be called or pickled, or this process itself belongs
+            to a run.
+        DeviceError: If the devices do not exist.
+        WorkerError: If a process dies. An exception in one of them ends all of them and is raised
+            here.
+
+    Example:
+        >>> def rank():
+        ...     import unisono
+        ...
+        ...     return unisono.topology().rank
+        >>> spawn(rank, replicas=2)
+        [0, 1]
     """
     from unisono.launch.client import current_world
     from unisono.launch.plan import timeout_s

@@ -1,4 +1,4 @@
-"""Models made under a scope, and a user's own training loop, on every replica.
+"""Models made under a scope, and custom training loops, on every replica.
 
 The scope adopts models as `parallel` does: when they are compiled inside it, or when it ends. The
 parts of a loop (data, step, reduction) mean the same on each backend, though a step sees one
@@ -22,16 +22,29 @@ _last: "Strategy | None" = None
 
 
 class Strategy:
-    """Replicas of this machine, for models made under `scope` and for own training loops.
+    """The replicas of a program: for models made under `scope`, and for custom training loops.
 
-    >>> import keras, numpy as np
-    >>> strategy = Strategy(replicas=2)
-    >>> with strategy.scope():
-    ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-    ...     model.compile("sgd", "mse")
-    >>> x, y = np.ones((16, 4)), np.ones((16, 1))
-    >>> history = model.fit(x, y, batch_size=4 * strategy.num_replicas_in_sync, verbose=0)
-    unisono: ... 2 replicas on cpu 0, 1; global batch 8 = 2 x 4 per replica
+    Its methods have the names and the meaning of `tf.distribute.Strategy`, on every backend.
+
+    Args:
+        gpus: The number of GPUs, or a list of their ids.
+        replicas: The number of replicas: that many GPUs, or CPU replicas on a machine without GPUs.
+        sync_batch_norm: Whether batch normalization uses the statistics of the global batch, as on
+            one device.
+
+    Raises:
+        ConfigurationError: If the devices do not exist, or the backend has already started with
+            others.
+
+    Example:
+        >>> import keras, numpy as np
+        >>> strategy = Strategy(replicas=2)
+        >>> with strategy.scope():
+        ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        ...     model.compile("sgd", "mse")
+        >>> x, y = np.ones((16, 4)), np.ones((16, 1))
+        >>> history = model.fit(x, y, batch_size=4 * strategy.num_replicas_in_sync, verbose=0)
+        unisono: ... 2 replicas on cpu 0, 1; global batch 8 = 2 x 4 per replica
     """
 
     def __init__(
@@ -59,12 +72,27 @@ class Strategy:
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """How many replicas there are: scale the global batch with it."""
+        """The number of replicas, in all processes of the run: scale the global batch with it.
+
+        Example:
+            >>> Strategy(replicas=2).num_replicas_in_sync
+            2
+        """
         return self._loop.num_replicas
 
     @contextmanager
     def scope(self) -> Iterator["Strategy"]:
-        """Models made or compiled inside train on the replicas."""
+        """Train the models that are made or compiled inside a `with` block on the replicas.
+
+        Returns:
+            A context manager, whose value is the strategy.
+
+        Example:
+            >>> import keras
+            >>> with Strategy(replicas=2).scope():
+            ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+            ...     model.compile("sgd", "mse")
+        """
         before = {id(model) for model in _living_models()}
         outer = getattr(_innermost, "strategy", None)
         _innermost.strategy = self
@@ -82,11 +110,45 @@ class Strategy:
                 self.adopt(model)
 
     def adopt(self, model: Any) -> Any:
-        """Put a model on the replicas, as `unisono.parallel` does."""
+        """Train a model that exists already on the replicas, as `unisono.parallel` does.
+
+        Args:
+            model: A Keras model.
+
+        Returns:
+            The model itself.
+
+        Raises:
+            ModelError: If `model` is not a Keras model.
+
+        Example:
+            >>> import keras
+            >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+            >>> Strategy(replicas=2).adopt(model) is model
+            True
+        """
         return spread(model, self._placement, sync_batch_norm=self._sync_batch_norm)
 
     def distribute_dataset(self, dataset: Any) -> "DistributedDataset":
-        """The global batches of a data set, with every replica's rows where `run` finds them."""
+        """Split each global batch of a data set over the replicas.
+
+        Args:
+            dataset: A `tf.data.Dataset`, a torch `DataLoader`, a `keras.utils.PyDataset` or any
+                other iterable of batches. In a run all processes give the same global batches.
+
+        Returns:
+            An iterable of batches, to be given to `run`.
+
+        Raises:
+            StrategyError: If `dataset` is no iterable, or its elements are not batches.
+
+        Example:
+            >>> import numpy as np
+            >>> strategy = Strategy(replicas=1)
+            >>> batches = strategy.distribute_dataset([np.ones((4, 2)), np.ones((4, 2))])
+            >>> len(batches)
+            2
+        """
         return DistributedDataset(self._loop, dataset)
 
     def run(
@@ -95,14 +157,53 @@ class Strategy:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run a step on every replica; returns what each returned, for `reduce` or `gather`."""
+        """Run a step on every replica.
+
+        On TensorFlow and torch the step sees one replica's rows of a distributed batch, on JAX the
+        global batch, which the compiler splits.
+
+        Args:
+            step: A function.
+            args: Its positional arguments: batches of `distribute_dataset` and other values.
+            kwargs: Its arguments by name.
+
+        Returns:
+            What the step returned on each replica, to be given to `reduce` or `gather`.
+
+        Raises:
+            StrategyError: If `step` cannot be called, or not with `args` and `kwargs`.
+
+        Example:
+            >>> import numpy as np
+            >>> strategy = Strategy(replicas=1)
+            >>> (batch,) = strategy.distribute_dataset([np.ones((4, 2), "float32")])
+            >>> result = strategy.run(lambda x: x + 1, args=(batch,))
+            >>> tuple(strategy.gather(result).shape)
+            (4, 2)
+        """
         check_call("run", step, args, kwargs)
         return self._loop.run(step, args, kwargs or {})
 
     def reduce(self, how: Any, value: Any, axis: int | None = None) -> Any:
-        """The sum or mean over replicas of what `run` returned, and over an axis if one is given.
+        """Reduce what `run` returned over the replicas.
 
-        `how` is "sum" or "mean", or TensorFlow's `tf.distribute.ReduceOp`.
+        Args:
+            how: `"sum"` or `"mean"`, or TensorFlow's `tf.distribute.ReduceOp`.
+            value: What `run` returned.
+            axis: An axis to reduce as well: 0 for a result with rows.
+
+        Returns:
+            The sum or mean, the same on every replica.
+
+        Raises:
+            StrategyError: If `how` is neither.
+
+        Example:
+            >>> import numpy as np
+            >>> strategy = Strategy(replicas=1)
+            >>> (batch,) = strategy.distribute_dataset([np.ones((4,), "float32")])
+            >>> float(strategy.reduce("sum", strategy.run(lambda x: x, args=(batch,)), axis=0))
+            4.0
         """
         name = str(getattr(how, "value", how)).lower()
         if name not in ("sum", "mean"):
@@ -110,7 +211,22 @@ class Strategy:
         return self._loop.reduce(name, value, axis)
 
     def gather(self, value: Any, axis: int = 0) -> Any:
-        """What `run` returned on all replicas, joined in replica order."""
+        """Concatenate what `run` returned on all replicas, in replica order.
+
+        Args:
+            value: What `run` returned, with rows.
+            axis: The axis along which to concatenate.
+
+        Returns:
+            The rows of the global batch, the same on every replica.
+
+        Example:
+            >>> import numpy as np
+            >>> strategy = Strategy(replicas=1)
+            >>> (batch,) = strategy.distribute_dataset([np.ones((4, 2), "float32")])
+            >>> tuple(strategy.gather(strategy.run(lambda x: x, args=(batch,))).shape)
+            (4, 2)
+        """
         return self._loop.gather(value, axis)
 
     def reduce_gradients(self, gradients: Any) -> Any:
@@ -144,14 +260,37 @@ class Strategy:
         return self._loop.reduce_gradients(gradients)
 
     def replicate(self, state: Any) -> Any:
-        """The state of a step, on every replica: variables or arrays in any structure.
+        """Put the state of a step on every replica.
 
         JAX's stateless loops begin with it; on TensorFlow and torch it changes nothing.
+
+        Args:
+            state: Variables or arrays, in any structure.
+
+        Returns:
+            The same structure, replicated.
+
+        Example:
+            >>> import numpy as np
+            >>> tuple(Strategy(replicas=1).replicate([np.ones(3)])[0].shape)
+            (3,)
         """
         return self._loop.replicate(state)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """What `run` returned on each replica of this process."""
+        """Return what `run` returned on each replica of this process.
+
+        Args:
+            value: What `run` returned.
+
+        Returns:
+            A tuple with one entry per replica.
+
+        Example:
+            >>> strategy = Strategy(replicas=1)
+            >>> strategy.experimental_local_results(strategy.run(lambda: 7))
+            (7,)
+        """
         return self._loop.local_results(value)
 
     # Names of TensorFlow 2.0.
@@ -197,13 +336,25 @@ class DistributedDataset:
 def compute_average_loss(
     per_example_loss: Any, sample_weight: Any = None, global_batch_size: int | None = None
 ) -> Any:
-    """The loss of a global batch, or a replica's part of it: sums over replicas give the whole.
+    """Average a loss over the global batch, in the step of a custom training loop.
 
-    Without `global_batch_size` it is the number of rows of this global batch. An own training
-    loop minimizes it and reduces it with "sum".
+    A replica gets the sum over its own rows, divided by the rows of the global batch. So the sum
+    over replicas is the loss of the global batch: minimize it, and reduce it with `"sum"`.
 
-    >>> float(compute_average_loss([1.0, 2.0, 3.0], global_batch_size=4))
-    1.5
+    Args:
+        per_example_loss: One value per row, as a loss with `reduction=None` returns.
+        sample_weight: One weight per row.
+        global_batch_size: The number to divide by; by default the rows of this global batch.
+
+    Returns:
+        A scalar tensor.
+
+    Raises:
+        StrategyError: If the loss has no rows, or is no tensor of numbers.
+
+    Example:
+        >>> float(compute_average_loss([1.0, 2.0, 3.0], global_batch_size=4))
+        1.5
     """
     from keras import ops
 
@@ -228,10 +379,22 @@ def compute_average_loss(
 
 
 def scale_regularization_loss(regularization_loss: Any) -> Any:
-    """A replica's part of a loss that all replicas compute alike, for sums over replicas.
+    """Divide a loss that does not depend on the batch by the number of replicas.
 
-    >>> float(scale_regularization_loss([1.0, 2.0]))
-    3.0
+    Every replica computes it from the same weights, so the sum over replicas counts it once.
+
+    Args:
+        regularization_loss: A number, a tensor or a list, such as `model.losses`; it is summed.
+
+    Returns:
+        A scalar tensor, to be added to `compute_average_loss`.
+
+    Raises:
+        StrategyError: If it is no tensor of numbers.
+
+    Example:
+        >>> float(scale_regularization_loss([1.0, 2.0]))
+        3.0
     """
     from keras import ops
 

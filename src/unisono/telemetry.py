@@ -18,12 +18,17 @@ import keras
 import numpy as np
 
 from unisono.devices import Placement
+from unisono.devices.cpu import CoreMeter
 from unisono.launch.client import current_world
-from unisono.monitor.events import EventFile, Progress, Writer, run_name, ticks_of
+from unisono.log import logger
+from unisono.monitor.events import EventFile, Progress, Writer, read_ranks, run_name, ticks_of
+from unisono.monitor.verdict import remark_on_load
 
 _EVERY_S = 1.0
 # After so many times the duration of the last steps, training counts as stalled.
 _LATE_STEPS = 3.0
+# A remark is made about what lasts; the first steps are compiled.
+_LASTING_S = 5
 # How long a record waits for a loss that the device still computes.
 _LOSS_S = 0.1
 
@@ -80,8 +85,11 @@ class Telemetry:
             yield batch
 
     def _record(self) -> None:
-        file = EventFile(self._folder, self.writer())
+        writer = self.writer()
+        file = EventFile(self._folder, writer)
         world = current_world()
+        cores = CoreMeter()
+        remarks = Remarks(self._folder, writer) if writer.rank == 0 else None
         pace = Pace(self._last_end)
         waited_s, at = self._waited_s, time.perf_counter()
         peers_s = world.waited_s if world is not None else 0.0
@@ -92,14 +100,26 @@ class Telemetry:
             past_s = max(now - at, 1e-9)
             rate = pace.steps_per_s(self._num_steps, self._last_end, now)
             wait = min(1.0, (self._waited_s - waited_s) / past_s) if self._waited_s else None
-            peers = None if world is None else min(1.0, (world.waited_s - peers_s) / past_s)
-            file.write(self.progress(rate, wait, peers, is_over))
+            use = cores.read()
+            peers = None
+            if world is not None:
+                peers = min(1.0, (world.waited_s - peers_s) / past_s)
+                if self._placement.kind == "cpu":
+                    peers = max(peers, 1.0 - use.used - use.waited - (wait or 0.0))
+            file.write(self.progress(rate, wait, peers, use.wait, is_over))
+            if remarks is not None and not is_over:
+                remarks.look()
             waited_s, at = self._waited_s, now
             peers_s = world.waited_s if world is not None else 0.0
         file.close()
 
     def progress(
-        self, rate: float, wait: float | None, peers: float | None, is_over: bool
+        self,
+        rate: float,
+        wait: float | None,
+        peers: float | None,
+        core_wait: float | None,
+        is_over: bool,
     ) -> Progress:
         """The present state of training."""
         params = _params(self._model)
@@ -117,6 +137,7 @@ class Telemetry:
             input_wait=wait,
             loss=self._loss.newest(self._logs),
             peer_wait=peers,
+            core_wait=core_wait,
             is_over=is_over,
             failed_with=self._failed_with,
         )
@@ -138,6 +159,24 @@ class Telemetry:
             program=" ".join(sys.argv)[:200],
             began=time.time(),
         )
+
+
+class Remarks:
+    """Logs once, in the chief, that cores are short or communication dominates."""
+
+    def __init__(self, folder: Path, writer: Writer) -> None:
+        self._folder = folder
+        self._writer = writer
+        self._num_seconds = 0
+
+    def look(self) -> None:
+        """Read what the processes of this node have last written."""
+        if self._num_seconds >= _LASTING_S:
+            return
+        said = remark_on_load(read_ranks(self._folder, self._writer.run))
+        self._num_seconds = self._num_seconds + 1 if said else 0
+        if self._num_seconds == _LASTING_S:
+            logger.warning(f"{said}. `unisono top` shows more.")
 
 
 class Pace:

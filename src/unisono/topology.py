@@ -24,7 +24,23 @@ _SPECIAL_STEP = 0xFFFFFF00
 
 @dataclass(frozen=True)
 class Topology:
-    """The rank of this process in its run, and on its node."""
+    """The rank of this process in its run, and on its node; `unisono.topology` returns it.
+
+    Args:
+        rank: The rank in the run, from 0.
+        world_size: The number of processes of the run.
+        local_rank: The rank among the processes of this node.
+        local_size: The number of processes on this node.
+        node: The number of this node, from 0.
+        num_nodes: The number of nodes.
+        coordinator: `host:port` of the rendezvous server; None where rank 0 chooses it at the
+            start.
+        launcher: `unisono`, `torchrun`, `openmpi`, `mpich`, `slurm`, `tf_config` or `none`.
+
+    Example:
+        >>> Topology(rank=1, world_size=2).is_chief
+        False
+    """
 
     rank: int = 0
     world_size: int = 1
@@ -33,13 +49,11 @@ class Topology:
     node: int = 0
     num_nodes: int = 1
     coordinator: str | None = None
-    """`host:port` of the rendezvous server; None where rank 0 chooses it at the start."""
     launcher: str = "none"
-    """`unisono`, `torchrun`, `openmpi`, `mpich`, `slurm`, `tf_config` or `none`."""
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process writes files and prints: rank 0 alone."""
+        """Whether this process writes files and prints: rank 0 only."""
         return self.rank == 0
 
 
@@ -47,10 +61,19 @@ _settled: Topology | None = None
 
 
 def topology() -> Topology:
-    """Return the rank of this process in its run; a world of one where it runs alone.
+    """Tell which process of which run this one is.
 
-    >>> topology().is_chief
-    True
+    It is read once from the variables of `unisono run`, torchrun, MPI, Slurm or `TF_CONFIG`.
+
+    Returns:
+        A `Topology`; rank 0 of 1 if no launcher started this process.
+
+    Raises:
+        LaunchError: If the variables of a launcher are inconsistent.
+
+    Example:
+        >>> topology().is_chief
+        True
     """
     return _settled or settle(read_topology(os.environ))
 

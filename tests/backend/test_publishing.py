@@ -1,7 +1,10 @@
 """What `fit` publishes of itself, and what it does not cost."""
 
 import os
+import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -141,6 +144,30 @@ def test_the_process_that_is_stopped_then_killed_is_named_and_not_the_other(fold
     os.kill(held, signal.SIGKILL)
     ranks = ranks_once(runs, lambda rank: not rank.is_alive)
     assert verdict_on_run(ranks).startswith("rank 1 is gone without a word")
+
+
+@pytest.mark.slow
+def test_a_run_beside_other_programs_says_that_cores_are_short(folder, run):
+    runs = folder / "runs"
+    program = Path(__file__).with_name("endless.py")
+    env = {"UNISONO_RUNS": str(runs), "KERAS_BACKEND": keras.backend.backend()}
+    started = run("--replicas", 2, program, folder, **env)
+    wait_for(folder, "ready-0", "ready-1", timeout_s=240)
+    busy = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"
+    others = [
+        subprocess.Popen([sys.executable, "-c", busy, str(core)])
+        for core in os.sched_getaffinity(0)
+    ]
+    try:
+        line = ""
+        while not line.startswith("unisono: cores are short"):
+            line = started.process.stderr.readline()
+            assert line, "the run has ended"
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+    assert re.search(r"other programs take \d\d% of the processor time that ranks? [01]", line)
 
 
 def ranks_once(runs: Path, is_so) -> list[RankEvents]:

@@ -13,8 +13,8 @@ if BACKEND != "tensorflow":
 import tensorflow as tf
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
-from unisono.backends.tensorflow.feed import Shares
-from unisono.data.arrays import SharedArrays
+from unisono.backends.tensorflow.feed import ArrayShards
+from unisono.data.arrays import ShardedArrays
 from unisono.data.feed import Feed
 
 DENSE = np.arange(33, dtype="float32").reshape(11, 3)
@@ -39,7 +39,7 @@ def adapter_of(x, **options):
 def shares_of(rank, x, **options):
     """What one of two processes reads of arrays that are given to all."""
     feed = Feed(SimpleNamespace(size=2, rank=rank, seed=7), needs_even_shards=False)
-    return Shares(SharedArrays(adapter_of(x, **options), feed))
+    return ArrayShards(ShardedArrays(adapter_of(x, **options), feed))
 
 
 def dense(leaf):

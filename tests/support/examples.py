@@ -7,6 +7,7 @@ environment, and what unisono reads from the environment it reads when it is cal
 that is once for all.
 """
 
+import ast
 import contextlib
 import doctest
 import functools
@@ -18,6 +19,7 @@ import re
 import subprocess
 import sys
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,19 +66,45 @@ def blocks(root: Path) -> list[Block]:
     return found
 
 
-def doctests() -> list[doctest.DocTest]:
-    """The examples in docstrings of the package, but for the backends, whose names are private."""
+def documented_modules() -> dict[str, str]:
+    """Modules with examples, and their source; but for backends, whose names are private."""
     package = Path(unisono.__file__).parent
-    found = []
+    sources = {}
     for path in sorted(package.rglob("*.py")):
         parts = path.relative_to(package.parent).with_suffix("").parts
-        if ">>> " in path.read_text(encoding="utf-8") and not {"backends", "replication"} & set(
-            parts
-        ):
-            module = importlib.import_module(".".join(parts))
-            tests = doctest.DocTestFinder(exclude_empty=True).find(module, module.__name__)
-            found += [test for test in tests if test.examples]
-    return found
+        source = path.read_text(encoding="utf-8")
+        if ">>> " in source and not {"backends", "replication"} & set(parts):
+            sources[".".join(parts)] = source
+    return sources
+
+
+@functools.cache
+def doctest_names() -> frozenset[str]:
+    """What has an example in its docstring; read from the sources, as modules may import Keras."""
+    return frozenset(
+        name
+        for module, source in documented_modules().items()
+        for name, text in _docstrings(module, ast.parse(source))
+        if ">>> " in text
+    )
+
+
+def _docstrings(name: str, node: ast.AST) -> Iterator[tuple[str, str]]:
+    yield name, ast.get_docstring(node) or ""
+    for child in node.body:
+        if isinstance(child, (ast.FunctionDef, ast.ClassDef)):
+            yield from _docstrings(f"{name}.{child.name}", child)
+
+
+def doctests() -> list[doctest.DocTest]:
+    """The examples in docstrings, ready to be run."""
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    return [
+        test
+        for name in documented_modules()
+        for test in finder.find(importlib.import_module(name), name)
+        if test.examples
+    ]
 
 
 def run_doctest(test: doctest.DocTest) -> None:

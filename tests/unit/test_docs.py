@@ -10,14 +10,14 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 import pytest
-from examples import BACKENDS, blocks, doctests
+from examples import BACKENDS, blocks, doctest_names
 
 ROOT = Path(__file__).parents[2]
 ALL_EXAMPLES_S = 900
 pytestmark = pytest.mark.timeout(ALL_EXAMPLES_S + 20)
 BLOCKS = [block for block in blocks(ROOT) if block.language == "python"]
 NAMES = {block.name: block.backends for block in BLOCKS}
-NAMES |= {test.name: BACKENDS for test in doctests()}
+NAMES |= dict.fromkeys(sorted(doctest_names()), BACKENDS)
 # One backend in every run, the others where there is time.
 EXAMPLES = [
     pytest.param(backend, name, marks=[] if backend == "jax" else pytest.mark.slow)
@@ -88,3 +88,28 @@ def test_links_between_pages_lead_somewhere():
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text(encoding="utf-8")):
             if "://" not in target:
                 assert (path.parent / target).exists(), f"{path.name} links to {target}"
+
+
+def test_names_in_the_architecture_page_exist():
+    page = re.sub(
+        r"^```.*?^```$", "", _read("docs/architecture.md"), flags=re.MULTILINE | re.DOTALL
+    )
+    folders = [ROOT, *(path for path in (ROOT / "src").rglob("*") if path.is_dir())]
+    words = {w for path in (ROOT / "src").rglob("*.py") for w in re.findall(r"\w+", _read(path))}
+    for name in re.findall(r"`([\w./]+)(?:\(.*?\))?`", page):
+        if "/" in name or name.endswith((".py", ".md", ".toml")):
+            assert any((folder / name).exists() for folder in folders), name
+        else:
+            assert words.issuperset(name.split(".")), name
+
+
+def test_the_architecture_page_lists_every_package():
+    drawn = _read("docs/architecture.md").split("```")[1]
+    package = ROOT / "src" / "unisono"
+    parts = {path.name for path in package.iterdir() if (path / "__init__.py").exists()}
+    parts |= {path.stem for path in package.glob("*.py") if not path.stem.startswith("__")}
+    assert parts == set(re.findall(r"\b(\w+)(?:/|\.py)\s", re.sub(r"base\.py.*", "", drawn)))
+
+
+def _read(path: str | Path) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")

@@ -1,9 +1,13 @@
 """The names that users import, pinned: adding one is a decision, losing one breaks programs."""
 
+import collections
 import importlib.metadata
 import inspect
+import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -83,11 +87,7 @@ def test_what_commands_need_is_installed_with_the_core_and_loaded_where_it_is_us
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
-def test_every_public_function_says_what_it_promises(function):
-    text = inspect.getdoc(function)
-    assert text is not None
-    assert text.splitlines()[0].endswith((".", ";", ","))
-    assert ">>> " in text
+def test_every_public_function_has_types(function):
     parameters = inspect.signature(function).parameters.values()
     assert all(parameter.annotation is not parameter.empty for parameter in parameters)
     assert inspect.signature(function).return_annotation is not inspect.Signature.empty
@@ -120,23 +120,21 @@ def test_signatures(function, signature):
     assert str(inspect.Signature(parameters)) == signature
 
 
-@pytest.mark.parametrize("name", [name for name in PUBLIC[unisono] if name.endswith("Error")])
-def test_errors_are_documented(name):
-    assert inspect.getdoc(getattr(unisono, name))
-
-
 def test_the_version_is_that_of_the_package():
     assert [int(part) for part in unisono.__version__.split(".")] >= [0, 1, 0]
 
 
-@pytest.mark.parametrize("name", ["callbacks.DeviceStats", "compat.multi_gpu_model", "schedules"])
-def test_rooms_are_there_by_their_names(name):
-    """Without an import of their own, and without Keras before one is asked for."""
-    program = "import sys, unisono; assert 'keras' not in sys.modules; "
-    done = subprocess.run([sys.executable, "-c", program + f"unisono.{name}"], check=False)
+def test_submodules_are_imported_at_their_first_use():
+    """Without an import statement of their own, and without Keras before one is used."""
+    program = (
+        "import sys, unisono; assert 'keras' not in sys.modules; "
+        "unisono.compat.multi_gpu_model, unisono.schedules.WarmUp, unisono.callbacks.DeviceStats"
+    )
+    env = os.environ | {"KERAS_BACKEND": "numpy"}  # The one that loads no framework.
+    done = subprocess.run([sys.executable, "-c", program], check=False, env=env)
     assert done.returncode == 0
-    with pytest.raises(AttributeError, match="has no attribute 'rooms'"):
-        _ = unisono.rooms
+    with pytest.raises(AttributeError, match="has no attribute 'absent'"):
+        _ = unisono.absent
 
 
 def test_errors_exported_by_earlier_releases_are_deprecated():
@@ -145,3 +143,29 @@ def test_errors_exported_by_earlier_releases_are_deprecated():
     assert old is unisono.ConfigurationError
     with pytest.warns(DeprecationWarning, match=r"use unisono\.errors\.PeerLostError"):
         assert issubclass(unisono.PeerLostError, unisono.WorkerError)
+
+
+# A backend implements these for itself; the last two are names of TensorFlow.
+SAME_IDEA = {"ChangeTracker", "CpuLayers", "Group", "SingleReplica", "MirroredStrategy", "Session"}
+
+
+def test_a_class_name_has_one_meaning():
+    package = Path(unisono.__file__).parent
+    names = [
+        name
+        for path in package.rglob("*.py")
+        for name in re.findall(r"^class (\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    ]
+    twice = {name for name, count in collections.Counter(names).items() if count > 1}
+    assert twice <= SAME_IDEA
+
+
+def test_modules_are_not_imported_by_strings():
+    """import-linter does not see those: only the two packages that choose a module do so."""
+    package = Path(unisono.__file__).parent
+    found = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        if re.search(r"import_module\(f?[\"']unisono", path.read_text(encoding="utf-8"))
+    }
+    assert found == {"__init__.py", "backends/__init__.py"}

@@ -199,16 +199,16 @@ def _start_pinned(
         policy=Policy(),
         given=os.environ,
     )
-    for rank, seat in enumerate(places):
+    for rank, place in enumerate(places):
         # A single process with all cores keeps its framework's defaults.
-        own = dict(seat.env) if way.num_processes > 1 else {}
+        own = dict(place.env) if way.num_processes > 1 else {}
         own.pop(TUNABLES, None)  # unisono's tuning is part of what is measured.
         command = [sys.executable, "-m", _RACER, *words]
         process = _start(command, env | own | {"BENCH_RANK": str(rank)}, log, reaper)
         processes.append(process)
         # Before it has imported anything: threads inherit the cores.
-        if seat.cores:
-            os.sched_setaffinity(process.pid, seat.cores)
+        if place.cores:
+            os.sched_setaffinity(process.pid, place.cores)
 
 
 def _environment(way: Way, backend: str, folder: Path) -> dict[str, str]:

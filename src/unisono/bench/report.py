@@ -39,7 +39,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Shares:
+class StepShares:
     """Where the time of a step goes under `unisono run`."""
 
     title: str
@@ -104,7 +104,7 @@ def _ratio(laps: Sequence[Lap], others: Sequence[Lap]) -> float:
     return statistics.median(a.images_per_s / b.images_per_s for a, b in pairs)
 
 
-def shares(race: Race) -> list[Shares]:
+def shares(race: Race) -> list[StepShares]:
     """Where the time goes, for each `unisono run` that can be compared with separate processes."""
     found = []
     for name, laps in race.laps.items():
@@ -119,7 +119,7 @@ def shares(race: Race) -> list[Shares]:
             base, one = "plain Keras", _plain(race)
         title = title_of(kind, TITLES)
         speed_up, efficiency = ratio(laps, one), _ratio(laps, alone)
-        found.append(Shares(title, int(count), speed_up, base, efficiency, *means))
+        found.append(StepShares(title, int(count), speed_up, base, efficiency, *means))
     return found
 
 
@@ -184,7 +184,7 @@ def table(race: Race, titles: dict[str, str]) -> str:
     return "\n".join([f"{race.net}, {race.backend}", *lines, verdict(race)])
 
 
-def _line(share: Shares) -> str:
+def _line(share: StepShares) -> str:
     speed_up = ""
     if share.speed_up is not None:
         speed_up = f"speed-up {share.speed_up:.2f} (over {share.base}), "

@@ -30,7 +30,7 @@ from unisono.launch.request import (
 )
 from unisono.scratch import sweep
 from unisono.slurm.step import (
-    Step,
+    SlurmStep,
     coordinator,
     launcher_role,
     read_step,
@@ -94,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
     return start(request)
 
 
-def request_of(options: argparse.Namespace, step: Step | None = None) -> Request:
+def request_of(options: argparse.Namespace, step: SlurmStep | None = None) -> Request:
     """The request, checked for consistency, and against this machine and Slurm's resources."""
     program = _program(options)
     secret: str | None = None
@@ -247,7 +247,7 @@ def _check_nodes(options: argparse.Namespace) -> None:
         raise _UsageError(f"--node-rank {options.node_rank} is outside: nodes are 0 to {last}")
 
 
-def _devices(options: argparse.Namespace, step: Step | None) -> tuple[int, Selection | None]:
+def _devices(options: argparse.Namespace, step: SlurmStep | None) -> tuple[int, Selection | None]:
     """The number of processes, and their GPUs, if any."""
     try:
         return _chosen(options)
@@ -260,7 +260,7 @@ def _devices(options: argparse.Namespace, step: Step | None) -> tuple[int, Selec
         ) from error
 
 
-def _remark_on_cores(step: Step | None, num_processes: int) -> None:
+def _remark_on_cores(step: SlurmStep | None, num_processes: int) -> None:
     remark = remark_on_cores(num_processes, "processes")
     if remark is None or (step is not None and not step.is_first):
         return

@@ -22,18 +22,27 @@ def multi_gpu_model(
 ) -> "keras.Model":
     """Replicate a model on several GPUs, as Keras 2.0.9 to 2.3.1 did; compile it afterwards.
 
-    A falsy `gpus` means every visible GPU, an integer the first ones, a list those ids. Fewer than
-    two GPUs, or GPUs that do not exist, raise ValueError, so `try: ... except ValueError: pass`
-    falls back to one device. `cpu_merge` is accepted and ignored; `cpu_relocation=True` works on a
-    clone, so the template no longer shares its weights.
+    Args:
+        model: A Keras model.
+        gpus: The number of GPUs, or a list of their ids; by default every visible GPU.
+        cpu_merge: Accepted and ignored.
+        cpu_relocation: Whether to train a clone, which does not share the template's weights.
 
-    >>> import keras
-    >>> template = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-    >>> multi_gpu_model(template, gpus=1)
-    Traceback (most recent call last):
-    ...
-    unisono.errors.DeviceError: For multi-gpu usage to be effective, call `multi_gpu_model` with \
-`gpus >= 2`. Received: `gpus=1`
+    Returns:
+        The parallel model.
+
+    Raises:
+        DeviceError: If there are fewer than two GPUs, or GPUs that do not exist. It is a
+            `ValueError`, so `try: ... except ValueError: pass` falls back to one device.
+
+    Example:
+        >>> import keras
+        >>> template = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        >>> multi_gpu_model(template, gpus=1)
+        Traceback (most recent call last):
+        ...
+        unisono.errors.DeviceError: For multi-gpu usage to be effective, call `multi_gpu_model` \
+with `gpus >= 2`. Received: `gpus=1`
     """
     if current_world() is not None:
         return parallel(model)  # The launcher has assigned the devices.
@@ -77,11 +86,17 @@ def _names(ids: Iterable[int]) -> list[str]:
 class MirroredStrategy(Strategy):
     """TensorFlow's strategy of this name, on every backend.
 
-    `devices` may be None (all GPUs), or names such as "GPU:0", "/gpu:1" or
-    "/job:localhost/replica:0/task:0/device:GPU:0". `cross_device_ops` is accepted and ignored.
+    Args:
+        devices: Names such as `"GPU:0"`, `"/gpu:1"` or
+            `"/job:localhost/replica:0/task:0/device:GPU:0"`; by default all GPUs.
+        cross_device_ops: Accepted and ignored.
 
-    >>> MirroredStrategy(["CPU:0", "CPU:1"]).num_replicas_in_sync
-    2
+    Raises:
+        DeviceError: If a name is no device, or names a device that does not exist.
+
+    Example:
+        >>> MirroredStrategy(["CPU:0", "CPU:1"]).num_replicas_in_sync
+        2
     """
 
     def __init__(self, devices: Sequence[str] | None = None, cross_device_ops: Any = None) -> None:

@@ -20,7 +20,16 @@ _TEXT = re.compile(r"(cpu|gpu)(?:\(([0-9]*)\))?")
 
 @dataclass(frozen=True)
 class Context:
-    """A device as MXNet names it; prints as `gpu(0)`."""
+    """A device as MXNet names it; prints as `gpu(0)`.
+
+    Args:
+        device_type: `"gpu"` or `"cpu"`.
+        device_id: Its number, from 0.
+
+    Example:
+        >>> print(Context("gpu", 0))
+        gpu(0)
+    """
 
     device_type: str
     device_id: int
@@ -30,19 +39,39 @@ class Context:
 
 
 def gpu(device_id: int = 0) -> Context:
-    """The context of a GPU.
+    """Return the context of a GPU.
 
-    >>> print(gpu(1))
-    gpu(1)
+    Args:
+        device_id: Its number, from 0.
+
+    Returns:
+        A `Context`.
+
+    Raises:
+        DeviceError: If `device_id` is not a whole number from 0.
+
+    Example:
+        >>> print(gpu(1))
+        gpu(1)
     """
     return _context("gpu", device_id)
 
 
 def cpu(device_id: int = 0) -> Context:
-    """The context of a CPU replica.
+    """Return the context of a CPU replica.
 
-    >>> print(cpu())
-    cpu(0)
+    Args:
+        device_id: Its number, from 0.
+
+    Returns:
+        A `Context`.
+
+    Raises:
+        DeviceError: If `device_id` is not a whole number from 0.
+
+    Example:
+        >>> print(cpu())
+        cpu(0)
     """
     return _context("cpu", device_id)
 
@@ -53,17 +82,29 @@ def compile(
     context: Context | str | Sequence[Context | str] | None = None,
     **kwargs: Any,
 ) -> "keras.Model":
-    """Compile a model to train on the devices of a list of contexts; returns the model itself.
+    """Compile a model to train on the devices of a list of contexts.
 
-    Everything but `context` goes to `model.compile`. A context is `gpu(0)`, `cpu(0)` or a string
-    such as "gpu(0)"; a single one needs no list. CPU contexts give that many CPU replicas.
-    Without any, the model is compiled and not made parallel.
+    Args:
+        model: A Keras model.
+        *args: The positional arguments of `model.compile`.
+        context: A context or a list of them: `gpu(0)`, `cpu(0)` or strings such as `"gpu(0)"`. CPU
+            contexts give that many CPU replicas. Without any, the model is compiled and not made
+            parallel.
+        **kwargs: The other arguments of `model.compile`.
 
-    >>> import keras
-    >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-    >>> model = compile(model, loss="mse", optimizer="sgd", context=[cpu(0), cpu(1)])
-    >>> model.compiled
-    True
+    Returns:
+        The model itself.
+
+    Raises:
+        DeviceError: If contexts are mixed, repeated or malformed, or a GPU does not exist.
+        ModelError: If `model` is not a Keras model.
+
+    Example:
+        >>> import keras
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        >>> model = compile(model, loss="mse", optimizer="sgd", context=[cpu(0), cpu(1)])
+        >>> model.compiled
+        True
     """
     check_model(model)
     if context is not None:

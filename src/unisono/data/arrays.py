@@ -6,7 +6,6 @@ batches and shuffles are exactly those of one device. Only this process' shard i
 """
 
 import functools
-import importlib
 import itertools
 import threading
 import zlib
@@ -58,8 +57,8 @@ def _changing(plain: Callable[..., Any]) -> Callable[..., Any]:
 _patch = Patch(lambda: data_adapters, "get_data_adapter", _changing)
 
 
-class SharedArrays(DataAdapter):
-    """Keras' adapter of arrays, of which one process reads its share."""
+class ShardedArrays(DataAdapter):
+    """Keras' adapter of arrays, of which one process reads its shard."""
 
     def __init__(self, arrays: ArrayDataAdapter, feed: Feed) -> None:
         self.arrays = arrays
@@ -73,20 +72,20 @@ class SharedArrays(DataAdapter):
         """A checksum of values that must be alike in all processes."""
 
     def get_jax_iterator(self, super_batch: int | None = None) -> Iterator[Any]:
-        shares = self._jax_shares()
+        shards = self._jax_shards()
         if super_batch is None:
-            return shares
-        # Shares are no arrays that could be stacked for Keras to run several steps at once.
-        several = iter(lambda: list(itertools.islice(shares, super_batch)), [])
+            return shards
+        # Shards are no arrays that could be stacked for Keras to run several steps at once.
+        several = iter(lambda: list(itertools.islice(shards, super_batch)), [])
         return map(partial_batches, several)
 
-    def _jax_shares(self) -> Iterator[Shard]:
+    def _jax_shards(self) -> Iterator[Shard]:
         def convert(sliceable: Any, rows: Any) -> Any:
             return sliceable.convert_to_jax_compatible(sliceable[rows])
 
         inputs = convert_to_sliceable(self._fields.inputs, target_backend="jax")
         for indices in self.order.get_jax_iterator():
-            yield self.share(inputs, np.asarray(indices), convert)
+            yield self.shard(inputs, np.asarray(indices), convert)
 
     def get_torch_dataloader(self) -> "_Loader":
         def convert(sliceable: Any, rows: Any) -> Any:
@@ -95,13 +94,13 @@ class SharedArrays(DataAdapter):
 
         inputs = convert_to_sliceable(self._fields.inputs, target_backend="torch")
         loader = self.order.get_torch_dataloader()
-        return _Loader(loader, lambda found: self.share(inputs, found.cpu().numpy(), convert))
+        return _Loader(loader, lambda found: self.shard(inputs, found.cpu().numpy(), convert))
 
     def get_tf_dataset(self) -> Any:
-        feed = importlib.import_module("unisono.backends.tensorflow.feed")
-        return feed.Shares(self)
+        assert self.feed.dataset_of is not None
+        return self.feed.dataset_of(self)
 
-    def share(self, inputs: Any, indices: Any, convert: Callable[[Any, Any], Any]) -> Shard:
+    def shard(self, inputs: Any, indices: Any, convert: Callable[[Any, Any], Any]) -> Shard:
         """This process' rows of a global batch that has the rows of these numbers."""
         start, stop, is_replicated = self.feed.bounds(len(indices))
         own = indices[start:stop]
@@ -163,14 +162,14 @@ class _Loader:
 
 
 def serving(feed: Feed) -> AbstractContextManager[None]:
-    """Have arrays that Keras is given inside shared between the processes."""
-    return changing_arrays(lambda adapter: SharedArrays(adapter, feed))
+    """Have arrays that Keras is given inside split between the processes."""
+    return changing_arrays(lambda adapter: ShardedArrays(adapter, feed))
 
 
 def unshared(
-    iterator: Any, plain: Callable[[Shard], Any] = lambda share: share.data
+    iterator: Any, plain: Callable[[Shard], Any] = lambda shard: shard.data
 ) -> Iterator[tuple[Any, Any, list[Any]]]:
-    """Keras' epoch iterator with plain data in place of shares, to build a model by."""
+    """Keras' epoch iterator with plain data in place of shards, to build a model by."""
     for begin, end, found in iterator:
         data = found[0] if isinstance(found, (list, tuple)) else next(found)
         yield begin, end, [plain(data) if isinstance(data, Shard) else data]

@@ -42,10 +42,11 @@ class _Call:
 
 
 class Feed:
-    """The shares of one model's data in one process.
+    """The shards of one model's data in one process.
 
-    `needs_even_shards`: a batch that does not divide by the processes is given whole to each.
+    `needs_even_shards`: a batch that does not divide by the processes is given to each of them.
     `rows_between(leaf, start, stop)` takes rows of what cannot be indexed, too.
+    `dataset_of(arrays)` is what Keras on TensorFlow reads a `ShardedArrays` by.
     """
 
     def __init__(
@@ -54,9 +55,11 @@ class Feed:
         *,
         needs_even_shards: bool,
         rows_between: Callable[[Any, int, int], Any] = lambda leaf, start, stop: leaf[start:stop],
+        dataset_of: Callable[[Any], Any] | None = None,
     ) -> None:
         self.world = world
-        self._needs_even_shares = needs_even_shards
+        self.dataset_of = dataset_of
+        self._needs_even_shards = needs_even_shards
         self._rows_between = rows_between
         self._calls: list[_Call] = []
 
@@ -78,14 +81,14 @@ class Feed:
         return " > ".join(call.name for call in self._calls) or "a step"
 
     def bounds(self, num_rows: int) -> tuple[int, int, bool]:
-        """First and past-the-last row of this process, and whether that is the whole batch."""
+        """First and past-the-last row of this process, and whether that is all of the batch."""
         size = self.world.size
-        if num_rows < size or (self._needs_even_shares and num_rows % size):
+        if num_rows < size or (self._needs_even_shards and num_rows % size):
             return 0, num_rows, True
         return *shard_bounds(num_rows, size, self.world.rank), False
 
     def shard(self, batch: Any) -> Shard:
-        """This process' share of a global batch that every process has."""
+        """This process' shard of a global batch that every process has."""
         if isinstance(batch, Shard):
             return batch
         num_rows = _num_rows(batch)
@@ -99,7 +102,7 @@ class Feed:
         return Shard(data, num_rows, is_replicated, checksum_of(batch))
 
     def agree(
-        self, share: Shard, changed: Sequence[int], describe: Callable[[], list[str]]
+        self, shard: Shard, changed: Sequence[int], describe: Callable[[], list[str]]
     ) -> list[int]:
         """Agree on a step with all processes; which variables to take over from the chief.
 
@@ -110,7 +113,7 @@ class Feed:
         call.step += 1
         topic = f"{self.where()}, step {call.step}"
         digest = zlib.crc32("\n".join(describe()).encode()) if changed else 0
-        own = [int(share.num_rows), int(share.checksum), list(changed), digest, is_preempting()]
+        own = [int(shard.num_rows), int(shard.checksum), list(changed), digest, is_preempting()]
         every = self.world.all_gather(topic, own)
         # First, since other models may well come with other data.
         if len({digest for *_, changed, digest, _ in every if changed}) > 1:
@@ -121,7 +124,7 @@ class Feed:
 
 
 def agree_on_batch(world: World, topic: str, batch: Any, num_rows: int) -> None:
-    """Compare a global batch of an own training loop between the processes."""
+    """Compare a global batch of a custom training loop between the processes."""
     _check_rows(topic, world.all_gather(topic, [num_rows, checksum_of(batch)]))
 
 
@@ -136,7 +139,7 @@ def _check_rows(topic: str, every: list[list[Any]]) -> None:
     raise DisagreementError(
         f"The processes came to {topic} with {found} (rank 0 first). Every process must be given "
         "the same global batches in the same order; fit and strategy.distribute_dataset take its "
-        "share of each. Give all the same data and seed (for a shuffled tf.data.Dataset: "
+        "shard of each. Give all the same data and seed (for a shuffled tf.data.Dataset: "
         "shuffle(..., seed=...)), and do not split it by process yourself."
     )
 

@@ -1,6 +1,6 @@
 """Which samples a replica sees at a step: arithmetic on plain positions.
 
-A global batch of n rows is split into contiguous shares whose sizes differ by at most one, so
+A global batch of n rows is split into contiguous shards whose sizes differ by at most one, so
 that joining the replicas' rows in replica order gives the batch back. The same arithmetic works
 on Python integers and on a backend's integer tensors (n may be known only inside a graph).
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def shard_bounds(num_rows: Any, num_replicas: int, replica: int) -> tuple[Any, Any]:
-    """First row and past-the-last row of a replica's share of a global batch.
+    """First row and past-the-last row of a replica's shard of a global batch.
 
     >>> [shard_bounds(10, 4, replica) for replica in range(4)]
     [(0, 2), (2, 5), (5, 7), (7, 10)]

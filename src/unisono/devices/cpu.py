@@ -1,8 +1,13 @@
-"""How much of this machine's CPU and memory this process may use: affinity and cgroup limits."""
+"""How much of this machine's CPU and memory this process may use, and gets.
+
+By affinity and cgroup limits, and by what Linux counts for each thread.
+"""
 
 import math
 import os
 import platform
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
 _PROC = Path("/proc")
@@ -14,6 +19,50 @@ def num_cores() -> int:
     allowed = len(os.sched_getaffinity(0))
     quota = _cpu_quota()
     return allowed if quota is None else max(1, min(allowed, math.ceil(quota)))
+
+
+@dataclass(frozen=True)
+class CoreUse:
+    """How this process used its cores for a while."""
+
+    used: float
+    """Processor time per second: the number of cores that computed."""
+    waited: float
+    """The number of cores that it could have used as well and other programs did."""
+
+    @property
+    def wait(self) -> float:
+        """The fraction of the processor time that it needed and did not get."""
+        # A process that hardly computes may wait for each of its few moments.
+        return self.waited / (self.used + self.waited) if self.waited > 0.1 else 0.0
+
+
+class CoreMeter:
+    """Measures the time in which threads of this process were ready to run and had no core.
+
+    Threads also wait for each other. So only as much counts as the process left of its cores.
+    """
+
+    def __init__(self) -> None:
+        self._num_cores = num_cores()
+        self._at, self._cpu_s, self._delays = self._now()
+
+    def read(self) -> CoreUse:
+        """The use since the last call."""
+        at, cpu_s, delays = self._now()
+        past_s = max(at - self._at, 1e-9)
+        used = (cpu_s - self._cpu_s) / past_s
+        late = sum(ns - self._delays.get(thread, 0) for thread, ns in delays.items()) / 1e9 / past_s
+        self._at, self._cpu_s, self._delays = at, cpu_s, delays
+        return CoreUse(used, max(0.0, min(late, self._num_cores - used)))
+
+    def _now(self) -> tuple[float, float, dict[str, int]]:
+        delays = {}
+        for task in (_PROC / "self" / "task").iterdir():
+            words = "".join(_lines(task / "schedstat")).split()
+            if len(words) == 3:  # Kernels may be built without it.
+                delays[task.name] = int(words[1])
+        return time.perf_counter(), time.process_time(), delays
 
 
 def memory_bytes() -> tuple[int | None, int | None]:

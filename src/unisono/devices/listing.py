@@ -27,10 +27,28 @@ class Process:
 
 @dataclass(frozen=True)
 class Device:
-    """One device of this machine; what is not known is None.
+    """One device of this machine, as `unisono.devices` lists it; what is not known is None.
 
-    `index` counts the devices of a kind on this machine. `visible_index` is the number that
-    backends, `parallel` and `configure` use, and None where `CUDA_VISIBLE_DEVICES` hides it.
+    Args:
+        index: The number of the device among those of its kind on this machine.
+        kind: `"gpu"` or `"cpu"`.
+        name: The model.
+        uuid: The identifier that NVML and `CUDA_VISIBLE_DEVICES` use.
+        total_bytes: The memory of the device.
+        free_bytes: How much of it is free.
+        utilisation: The fraction of the last second in which it computed, 0 to 1.
+        temperature_c: In degrees Celsius.
+        power_w: In watts.
+        processes: The processes that use a GPU.
+        visible_index: The number that backends, `parallel` and `configure` use, and None where
+            `CUDA_VISIBLE_DEVICES` hides it.
+        num_cores: Of a CPU: the cores that this process may use.
+        is_simulated: Whether it is a CPU replica that stands in for a GPU.
+        error: Why a GPU does not answer.
+
+    Example:
+        >>> Device(0, "gpu", "A100", visible_index=0).is_visible
+        True
     """
 
     index: int
@@ -40,17 +58,13 @@ class Device:
     total_bytes: int | None = None
     free_bytes: int | None = None
     utilisation: float | None = None
-    """The fraction of the last second in which it computed, 0 to 1."""
     temperature_c: int | None = None
     power_w: float | None = None
     processes: tuple[Process, ...] = ()
     visible_index: int | None = None
     num_cores: int | None = None
-    """Of a CPU: the cores that this process may use."""
     is_simulated: bool = False
-    """A CPU replica that answers as a GPU."""
     error: str | None = None
-    """Why a GPU does not answer."""
 
     @property
     def is_visible(self) -> bool:
@@ -172,10 +186,14 @@ def devices() -> list[Device]:
     """List this machine's GPUs, or its CPU where there is none; initializes none of them.
 
     Hidden GPUs are listed too. Simulated GPUs (`UNISONO_SIMULATED_GPUS`) replace real ones, and a
-    GPU that fails has the reason in its `error`.
+    GPU that fails has the reason in its `error`: nothing is raised.
 
-    >>> [device.visible_index for device in devices() if device.is_visible]
-    [0...]
+    Returns:
+        A list of `Device` records.
+
+    Example:
+        >>> [device.visible_index for device in devices() if device.is_visible]
+        [0...]
     """
     return list(list_devices().devices)
 

@@ -13,7 +13,7 @@ import keras
 
 from unisono.horovod.execution import Collective, as_tensor, execute_with_zeros, run, scale
 from unisono.horovod.frameworks import framework
-from unisono.horovod.negotiation import JOIN, Request, negotiate
+from unisono.horovod.negotiation import JOIN, CollectiveRequest, negotiate
 from unisono.horovod.reductions import Average, Compression, Compressor, ReduceOp, Sum, resolve
 from unisono.horovod.session import ProcessSet, check_member, global_process_set
 
@@ -230,7 +230,7 @@ def join(device: int = -1) -> int:
     """
     process_set = check_member(global_process_set)
     while True:
-        agreement = negotiate(Request(JOIN), process_set)
+        agreement = negotiate(CollectiveRequest(JOIN), process_set)
         if agreement.last_to_join is not None:
             return agreement.last_to_join
         execute_with_zeros(agreement.request, process_set)

@@ -11,7 +11,7 @@ import numpy as np
 from unisono.backends import Collectives, load_backend
 from unisono.horovod import timeline
 from unisono.horovod.frameworks import framework
-from unisono.horovod.negotiation import Request, TensorSpec, executed, negotiate
+from unisono.horovod.negotiation import CollectiveRequest, TensorSpec, executed, negotiate
 from unisono.horovod.reductions import ReduceOp
 from unisono.horovod.session import ProcessSet, check_member, session, world_of_session
 
@@ -55,7 +55,7 @@ def run(
 
 
 def execute(
-    request: Request,
+    request: CollectiveRequest,
     process_set: ProcessSet,
     tensors: Sequence[Any],
     splits: Sequence[int] | None = None,
@@ -85,7 +85,7 @@ def execute(
     return results
 
 
-def execute_with_zeros(request: Request, process_set: ProcessSet) -> None:
+def execute_with_zeros(request: CollectiveRequest, process_set: ProcessSet) -> None:
     """Contribute zeros to the others' collective, from a process that has joined."""
     zeros = [keras.ops.zeros(each.shape, each.dtype) for each in request.tensors]
     execute(request, process_set, zeros)
@@ -93,13 +93,13 @@ def execute_with_zeros(request: Request, process_set: ProcessSet) -> None:
 
 def _request(
     collective: Collective, tensors: Sequence[Any], splits: Sequence[int] | None
-) -> Request:
+) -> CollectiveRequest:
     names = collective.names or (collective.name,) * len(tensors)
     specs = tuple(
         TensorSpec(name, keras.backend.standardize_dtype(tensor.dtype), tuple(tensor.shape))
         for name, tensor in zip(names, tensors, strict=True)
     )
-    return Request(
+    return CollectiveRequest(
         collective.kind,
         collective.name,
         specs,
@@ -136,23 +136,25 @@ def _collectives(process_set: ProcessSet) -> Collectives:
     return backend.collectives(None if is_everyone else process_set.ranks)
 
 
-def _allreduce(collectives: Collectives, request: Request, tensors: Sequence[Any]) -> list[Any]:
+def _allreduce(
+    collectives: Collectives, request: CollectiveRequest, tensors: Sequence[Any]
+) -> list[Any]:
     packed, unpack = framework().pack(tensors)
     before, op = request.scales[0], _sum_op(request)
     results = collectives.all_reduce([scale(tensor, before) for tensor in packed], op)
     return list(unpack([_finish(result, request, collectives.size) for result in results]))
 
 
-def _reducescatter(collectives: Collectives, request: Request, tensor: Any) -> Any:
+def _reducescatter(collectives: Collectives, request: CollectiveRequest, tensor: Any) -> Any:
     result = collectives.reduce_scatter(scale(tensor, request.scales[0]), _sum_op(request))
     return _finish(result, request, collectives.size)
 
 
-def _sum_op(request: Request) -> str:
+def _sum_op(request: CollectiveRequest) -> str:
     return "sum" if request.op == "Average" else request.op.lower()
 
 
-def _finish(result: Any, request: Request, size: int) -> Any:
+def _finish(result: Any, request: CollectiveRequest, size: int) -> Any:
     return scale(divide(result, size) if request.op == "Average" else result, request.scales[1])
 
 

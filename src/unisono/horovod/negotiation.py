@@ -40,7 +40,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class Request:
+class CollectiveRequest:
     """A collective as one process requests it."""
 
     kind: str
@@ -61,7 +61,7 @@ class Request:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "Request":
+    def from_json(cls, data: Mapping[str, Any]) -> "CollectiveRequest":
         tensors = tuple(
             TensorSpec(**{**each, "shape": tuple(each["shape"])}) for each in data["tensors"]
         )
@@ -75,7 +75,7 @@ class Request:
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def difference(requests: Mapping[int, Request], *, is_joined: bool) -> str | None:
+def difference(requests: Mapping[int, CollectiveRequest], *, is_joined: bool) -> str | None:
     """Why the requested collective is not possible; None if it is."""
     for rank, request in requests.items():
         if request.problem:
@@ -95,10 +95,12 @@ def difference(requests: Mapping[int, Request], *, is_joined: bool) -> str | Non
     return None
 
 
-def _compare(what: str, read: Callable[[Request], Any], text: str = "{}") -> Callable[..., Any]:
+def _compare(
+    what: str, read: Callable[[CollectiveRequest], Any], text: str = "{}"
+) -> Callable[..., Any]:
     """A function that finds the first rank whose request differs from the lowest rank's."""
 
-    def find(requests: Mapping[int, Request]) -> str | None:
+    def find(requests: Mapping[int, CollectiveRequest]) -> str | None:
         (first, reference), *others = requests.items()
         for rank, request in others:
             if read(request) != read(reference):
@@ -110,7 +112,7 @@ def _compare(what: str, read: Callable[[Request], Any], text: str = "{}") -> Cal
     return find
 
 
-def _compare_tensors(requests: Mapping[int, Request]) -> str | None:
+def _compare_tensors(requests: Mapping[int, CollectiveRequest]) -> str | None:
     (first, reference), *others = requests.items()
     for rank, request in others:
         for one, other in zip(reference.tensors, request.tensors, strict=True):
@@ -121,7 +123,7 @@ def _compare_tensors(requests: Mapping[int, Request]) -> str | None:
 
 
 def _compare_tensor(
-    one: TensorSpec, other: TensorSpec, first: int, rank: int, request: Request
+    one: TensorSpec, other: TensorSpec, first: int, rank: int, request: CollectiveRequest
 ) -> str | None:
     which = f" of {one.name!r}" if one.name else ""
     if one.dtype != other.dtype:
@@ -157,7 +159,7 @@ _TOPIC = "a collective of unisono.horovod"
 class Agreement:
     """What all processes of a set are about to execute."""
 
-    request: Request
+    request: CollectiveRequest
     notes: list[Any]
     """What each process of the set passed along with its request."""
     last_to_join: int | None = None
@@ -177,7 +179,7 @@ class _Course:
 _courses: dict[tuple[int, ...], _Course] = {}
 
 
-def negotiate(request: Request, process_set: ProcessSet, note: Any = None) -> Agreement:
+def negotiate(request: CollectiveRequest, process_set: ProcessSet, note: Any = None) -> Agreement:
     """Agree with the other processes of a set on its next collective.
 
     Raises DisagreementError in every process if requests differ.
@@ -211,14 +213,14 @@ def negotiate(request: Request, process_set: ProcessSet, note: Any = None) -> Ag
     return Agreement(agreed, [answer["note"] for answer in answers])
 
 
-def executed(process_set: ProcessSet, request: Request, span: timeline.Span) -> None:
+def executed(process_set: ProcessSet, request: CollectiveRequest, span: timeline.Span) -> None:
     """Record when this process executed a collective."""
     course = _courses.setdefault(tuple(process_set.ranks), _Course())
     course.span = span
     timeline.record(session().rank, _names(request), request.kind.upper(), span)
 
 
-def _alone(request: Request, note: Any) -> Agreement:
+def _alone(request: CollectiveRequest, note: Any) -> Agreement:
     if request.kind == JOIN:
         return Agreement(request, [], last_to_join=0)
     found = difference({0: request}, is_joined=False)
@@ -229,11 +231,11 @@ def _alone(request: Request, note: Any) -> Agreement:
 
 def _agreed(
     world: World,
-    request: Request,
+    request: CollectiveRequest,
     process_set: ProcessSet,
     answers: list[Any],
     joined: set[int],
-) -> Request:
+) -> CollectiveRequest:
     """The common request of all processes that have not joined."""
     digests = {answer["digest"] for answer in answers} - {JOIN}
     if len(digests) == 1 and not joined:
@@ -243,7 +245,7 @@ def _agreed(
         data = None if request.kind == JOIN else request.to_json()
         every = _exchange(world, request, data, process_set)
         by_rank = {
-            rank: Request.from_json(each)
+            rank: CollectiveRequest.from_json(each)
             for rank, each in zip(process_set.ranks, every, strict=True)
             if each is not None
         }
@@ -255,7 +257,9 @@ def _agreed(
     return requests[0]
 
 
-def _exchange(world: World, request: Request, value: Any, process_set: ProcessSet) -> list[Any]:
+def _exchange(
+    world: World, request: CollectiveRequest, value: Any, process_set: ProcessSet
+) -> list[Any]:
     ranks = None if process_set.process_set_id == 0 else process_set.ranks
     try:
         return world.all_gather(_TOPIC, value, ranks)
@@ -263,7 +267,7 @@ def _exchange(world: World, request: Request, value: Any, process_set: ProcessSe
         raise type(error)(f"{request.title}: {error}") from error
 
 
-def _names(request: Request) -> list[str]:
+def _names(request: CollectiveRequest) -> list[str]:
     """The names of the tensors in a timeline."""
     unnamed = request.name or request.kind
     if len(request.tensors) < 2:

@@ -18,6 +18,7 @@ from unisono.horovod.execution import Collective
 from unisono.horovod.frameworks import framework
 from unisono.horovod.reductions import Average, Compression, Compressor, ReduceOp, Sum, resolve
 from unisono.horovod.session import ProcessSet, global_process_set, session, world_of_session
+from unisono.keras_internals import optimized_variables
 
 REDUCTION = "_unisono_horovod"
 """The attribute of an optimizer that holds its reduction."""
@@ -230,7 +231,7 @@ def _applying(optimizer: Any, reduction: GradientReduction) -> Callable[..., Any
         given = list(grads)
         variables = None if trainable_variables is None else list(trainable_variables)
         plain = original(optimizer, "apply")
-        named = optimizer._trainable_variables if variables is None else variables
+        named = optimized_variables(optimizer) if variables is None else variables
         if reduction.is_plain or len(named) != len(given):
             return plain(given, variables)  # Keras raises where the lengths differ.
         framework().check_not_traced("hvd.DistributedOptimizer", given)

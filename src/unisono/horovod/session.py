@@ -11,7 +11,7 @@ from unisono.topology import topology
 
 
 @dataclass(frozen=True)
-class Session:
+class HorovodSession:
     """This process' ranks; `cross` counts the processes with the same local rank."""
 
     rank: int = 0
@@ -23,10 +23,10 @@ class Session:
     is_homogeneous: bool = True
 
 
-_session: Session | None = None
+_session: HorovodSession | None = None
 
 
-def session() -> Session:
+def session() -> HorovodSession:
     """The session that `init` opened; raises ValueError, as Horovod does, if there is none."""
     if _session is None:
         raise ValueError("unisono.horovod has not been initialized; use hvd.init().")
@@ -43,13 +43,13 @@ def open_session(note: Any) -> list[Any]:
     facts = topology()
     world = current_world()
     if world is None:
-        _session = Session()
+        _session = HorovodSession()
         return [note]
     place = [facts.node, facts.local_rank, facts.local_size]
     answers = world.all_gather("hvd.init()", [place, note])
     places = [tuple(answer[0]) for answer in answers]
     peers = [rank for rank, other in enumerate(places) if other[1] == facts.local_rank]
-    _session = Session(
+    _session = HorovodSession(
         rank=world.rank,
         size=world.size,
         local_rank=facts.local_rank,

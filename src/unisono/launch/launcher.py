@@ -21,7 +21,7 @@ from unisono.devices.cpu import num_cores
 from unisono.errors import LaunchError
 from unisono.launch import network
 from unisono.launch.failure import Outcome
-from unisono.launch.nodes import Hello, NodeServer, Peers, connect_to_node_0
+from unisono.launch.nodes import Hello, NodeServer, OtherNodes, connect_to_node_0
 from unisono.launch.orphan_reaper import OrphanReaper
 from unisono.launch.plan import Facts, assign_resources
 from unisono.launch.preemption_signal import PREEMPTION_SIGNAL
@@ -33,7 +33,7 @@ from unisono.launch.supervisor import ChiefSupervisor, NodeSupervisor, Superviso
 from unisono.launch.wire import new_secret, secret_of_run, shared_secret
 from unisono.topology import is_slurm_task
 
-_Joined = tuple[Facts, Peers, RendezvousServer | None]
+_Joined = tuple[Facts, OtherNodes, RendezvousServer | None]
 
 
 def start(request: Request) -> int:
@@ -122,7 +122,7 @@ def _start_single_node(request: Request, stack: contextlib.ExitStack) -> _Joined
         host=network.LOOPBACK,
         interface=interface,
     )
-    return facts, Peers(), server
+    return facts, OtherNodes(), server
 
 
 def _host_nodes(
@@ -133,7 +133,7 @@ def _host_nodes(
     nodes = NodeServer(own, (port, *request.other_ports), shared)
     stack.callback(nodes.close)
     peers = nodes.gather(request.start_timeout_s)
-    stack.callback(Peers(peers).close)
+    stack.callback(OtherNodes(peers).close)
     counts = [own.num_processes, *(peer.hello.num_processes for peer in peers)]
     run = secrets.token_hex(16)
     secret = secret_of_run(shared, run)
@@ -160,7 +160,7 @@ def _host_nodes(
                 "timeout_s": request.timeout_s,
             }
         )
-    return facts, Peers(peers), server
+    return facts, OtherNodes(peers), server
 
 
 def _join_nodes(
@@ -173,7 +173,7 @@ def _join_nodes(
     chief, welcome = connect_to_node_0(
         str(request.coordinator), shared, _hello(request, host), request.start_timeout_s
     )
-    peers = Peers([chief])
+    peers = OtherNodes([chief])
     stack.callback(peers.close)
     request = dataclasses.replace(request, timeout_s=float(welcome["timeout_s"]))
     facts = _facts(

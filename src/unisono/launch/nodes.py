@@ -41,7 +41,7 @@ class Hello:
     name: str
 
 
-class Peer:
+class OtherNode:
     """Another node's launcher."""
 
     def __init__(self, frames: Frames, hello: Hello) -> None:
@@ -101,13 +101,13 @@ class Peer:
         self._frames.close()
 
 
-class Peers:
+class OtherNodes:
     """The launchers that this one is connected to: node 0's to all others, those to node 0's."""
 
-    def __init__(self, peers: Iterable[Peer] = ()) -> None:
+    def __init__(self, peers: Iterable[OtherNode] = ()) -> None:
         self._peers = list(peers)
 
-    def __iter__(self) -> Iterator[Peer]:
+    def __iter__(self) -> Iterator[OtherNode]:
         return iter(self._peers)
 
     def __len__(self) -> int:
@@ -128,13 +128,13 @@ class NodeServer:
     def __init__(self, own: Hello, ports: Sequence[int], secret: str) -> None:
         """Listens at the first of the ports that is free."""
         self._own = own
-        self._peers: dict[int, Peer] = {}
+        self._peers: dict[int, OtherNode] = {}
         self._is_complete = False
         self._server = self._listen(ports, secret)
         self._lock = self._server.lock
         self._server.start()
 
-    def gather(self, timeout_s: float) -> list[Peer]:
+    def gather(self, timeout_s: float) -> list[OtherNode]:
         """All other nodes' launchers, in order; LaunchError where some do not connect."""
         deadline = time.monotonic() + timeout_s
         while len(self._present()) < self._own.num_nodes - 1:
@@ -165,7 +165,7 @@ class NodeServer:
             "there? Choose another port, the same on all nodes: --coordinator host:port."
         ) from reason
 
-    def _present(self) -> dict[int, Peer]:
+    def _present(self) -> dict[int, OtherNode]:
         with self._lock:
             for node, peer in list(self._peers.items()):
                 peer.receive()
@@ -195,7 +195,7 @@ class NodeServer:
         reason = self._refusal(hello)
         if reason is None:
             connection.admit()
-            self._peers[hello.node] = Peer(self._server.detach(connection), hello)
+            self._peers[hello.node] = OtherNode(self._server.detach(connection), hello)
         else:
             connection.send({"do": "refuse", "reason": reason})
 
@@ -215,12 +215,12 @@ class NodeServer:
 
 def connect_to_node_0(
     coordinator: str, secret: str, hello: Hello, timeout_s: float
-) -> tuple[Peer, Any]:
+) -> tuple[OtherNode, Any]:
     """The other nodes' side: node 0's launcher, and its welcome once all have connected."""
     deadline = time.monotonic() + timeout_s
     frames = connect(coordinator, secret, timeout_s)
     frames.send(dataclasses.asdict(hello))
-    peer = Peer(frames, Hello(0, hello.num_nodes, 0, None, coordinator, coordinator))
+    peer = OtherNode(frames, Hello(0, hello.num_nodes, 0, None, coordinator, coordinator))
     while time.monotonic() < deadline + _SEND_S and not peer.is_gone:
         for message in peer.receive():
             if message.get("do") == "welcome":
@@ -242,7 +242,7 @@ def connect_to_node_0(
     raise LaunchError(f"The launcher of node 0 at {coordinator} {reason}. See what it printed.")
 
 
-def _check_sizes(hellos: Sequence[Hello], peers: Sequence[Peer]) -> None:
+def _check_sizes(hellos: Sequence[Hello], peers: Sequence[OtherNode]) -> None:
     total = sum(hello.num_processes for hello in hellos)
     for hello in hellos:
         if hello.world_size not in (None, total):

@@ -22,7 +22,7 @@ _ADVICE = (
 
 
 @dataclass
-class Collective:
+class PendingCollective:
     """One collective call, in progress."""
 
     ranks: tuple[int, ...]
@@ -48,7 +48,7 @@ class RendezvousState:
 
     def __init__(self, size: int) -> None:
         self._everyone = tuple(range(size))
-        self._open: dict[tuple[tuple[int, ...], int], Collective] = {}
+        self._open: dict[tuple[tuple[int, ...], int], PendingCollective] = {}
         self._counts: dict[tuple[int, tuple[int, ...]], int] = {}
         self._gone: dict[int, tuple[str, bool]] = {}
         self._announced: dict[str, list[Answer]] = {}
@@ -69,7 +69,7 @@ class RendezvousState:
         number = self._counts[rank, members] = self._counts.get((rank, members), 0) + 1
         key = (members, number)
         if key not in self._open:
-            self._open[key] = Collective(members, kind, topic, rank, now)
+            self._open[key] = PendingCollective(members, kind, topic, rank, now)
         call = self._open[key]
         call.values[rank] = value
         call.waiting.add(rank)
@@ -110,20 +110,20 @@ class RendezvousState:
             call.waiting.discard(rank)
         self._listening.pop(rank, None)
 
-    def waited_at(self, before: float) -> list[Collective]:
+    def waited_at(self, before: float) -> list[PendingCollective]:
         """Collectives at which a process has waited since before a time."""
         return [p for p in self._open.values() if p.waiting and p.since < before]
 
-    def give_up(self, call: Collective, reason: str) -> Answers:
+    def give_up(self, call: PendingCollective, reason: str) -> Answers:
         """End a collective with an error."""
         self._fail(call, reason, is_lost=False)
         return self._answers(call)
 
-    def _fail(self, call: Collective, reason: str, is_lost: bool) -> None:
+    def _fail(self, call: PendingCollective, reason: str, is_lost: bool) -> None:
         if call.error is None:
             call.error = {"error": reason, "is_lost": is_lost}
 
-    def _answers(self, call: Collective) -> Answers:
+    def _answers(self, call: PendingCollective) -> Answers:
         if call.error is not None:
             answer = call.error
         elif call.kind == "broadcast" and call.ranks[0] in call.values:
@@ -136,7 +136,7 @@ class RendezvousState:
         call.waiting.clear()
         return answers
 
-    def _answers_to_deadlock(self, call: Collective) -> Answers:
+    def _answers_to_deadlock(self, call: PendingCollective) -> Answers:
         """Errors where processes wait for each other in a cycle: a deadlock."""
         cycle = self._cycle([(call, -1)])
         if not cycle:
@@ -150,7 +150,9 @@ class RendezvousState:
             self._fail(each, reason, is_lost=False)
         return [answer for each, _ in cycle for answer in self._answers(each)]
 
-    def _cycle(self, path: list[tuple[Collective, int]]) -> list[tuple[Collective, int]]:
+    def _cycle(
+        self, path: list[tuple[PendingCollective, int]]
+    ) -> list[tuple[PendingCollective, int]]:
         """The cycle from the first collective of a path back to it, with who waits for the next."""
         waiting = {rank: p for p in self._open.values() for rank in p.waiting}
         for rank in path[-1][0].awaited():
@@ -186,14 +188,14 @@ class RendezvousState:
         chief, own = (self._counts.get((r, self._everyone), 0) for r in (0, rank))
         return chief > own or 0 in self._gone
 
-    def _absence(self, rank: int, call: Collective) -> tuple[str, bool]:
+    def _absence(self, rank: int, call: PendingCollective) -> tuple[str, bool]:
         how, is_lost = self._gone[rank]
         others = sorted(r for r in call.values if r != rank)
         reason = f"Rank {rank} {how}, while {_named(others)} at “{call.topic}”."
         return (reason if is_lost else f"{reason} {_ADVICE}"), is_lost
 
 
-def _different(call: Collective, rank: int, topic: str) -> str:
+def _different(call: PendingCollective, rank: int, topic: str) -> str:
     return (
         f"Processes of this run disagree: rank {call.first} came to “{call.topic}”, rank {rank} "
         f"to “{topic}”. {_ADVICE}"

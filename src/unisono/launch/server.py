@@ -25,6 +25,7 @@ from unisono.launch.wire import (
     encode,
     tune,
 )
+from unisono.log import logger
 
 _TICK_S = 0.5
 _STRANGER_S = 10.0
@@ -34,8 +35,6 @@ _MOST_STRANGERS = 128
 _STRANGERS_PER_FILE = 1 / 8
 _NO_FILES_S = 0.5
 _BACKLOG = 1024
-
-_logger = logging.getLogger("unisono")
 
 
 class Connection:
@@ -151,7 +150,7 @@ class Server:
                 with self.lock:
                     self._check_timeouts(time.monotonic())
             except Exception:  # A fault of the server, not of a client.
-                _logger.exception("The server at %s port %d failed; it continues.", *self._address)
+                logger.exception("The server at %s port %d failed; it continues.", *self._address)
                 time.sleep(_TICK_S)
 
     @property
@@ -211,7 +210,7 @@ class Server:
     def _warn_once(self, error: OSError) -> None:
         if not self._has_warned:
             self._has_warned = True
-            _logger.warning(
+            logger.warning(
                 "No more clients can connect to %s port %d now: %s. Raise the limit of open files "
                 "(ulimit -n) if this lasts.",
                 *self._address,
@@ -286,7 +285,7 @@ class Server:
         who = connection.address, self.port
         # Anybody can trigger this for strangers, as often as they like.
         level = logging.WARNING if reason and not is_stranger else logging.DEBUG
-        _logger.log(level, "The connection from %s to port %d %s.", *who, text)
+        logger.log(level, "The connection from %s to port %d %s.", *who, text)
         if reason and not is_stranger:
             connection.send({"dropped": reason})
         self._forget(connection)

@@ -10,7 +10,6 @@ socket to which other addresses are redirected. Both see addresses, not users.
 import contextlib
 import ctypes
 import ipaddress
-import logging
 import os
 import socket
 import struct
@@ -20,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from unisono.launch.client import World
 from unisono.launch.network import address_towards, resolve
+from unisono.log import logger
 
 _LOOPBACK = ("127.0.0.0/8", "::1/128")
 _SO_ATTACH_FILTER, _SO_ATTACH_REUSEPORT_FILTER = 26, 51
@@ -106,7 +106,7 @@ class OnlyFrom:
         if self._port is not None and not self.num_guarded and self._error is None:
             self._error = FileNotFoundError("no such socket was found in this process")
         if self._error is not None:
-            logging.getLogger("unisono").warning(
+            logger.warning(
                 "What listens at %s authenticates nobody, and could not be closed to machines that "
                 "are not of this run: %s. Let a firewall close it. See SECURITY.md.",
                 self._host or f"port {self._port}",

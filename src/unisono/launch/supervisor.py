@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 from unisono.launch.failure import Failure, Outcome, describe, first_of, outcome_of, signal_name
-from unisono.launch.nodes import Peer, Peers
+from unisono.launch.nodes import OtherNode, OtherNodes
 from unisono.launch.processes import HEARTBEAT_S, LocalProcesses
 from unisono.launch.rendezvous import RendezvousServer
 
@@ -61,7 +61,7 @@ class Supervisor(abc.ABC):
         self._last_heartbeat = time.monotonic()
         return True
 
-    def _is_lost(self, peer: Peer) -> bool:
+    def _is_lost(self, peer: OtherNode) -> bool:
         now = time.monotonic()
         is_silent = now - peer.last_message > self._processes.silence_s
         return peer.is_gone or (is_silent and now > self._processes.excused_until)
@@ -70,7 +70,9 @@ class Supervisor(abc.ABC):
 class ChiefSupervisor(Supervisor):
     """Node 0, which decides."""
 
-    def __init__(self, processes: LocalProcesses, peers: Peers, server: RendezvousServer) -> None:
+    def __init__(
+        self, processes: LocalProcesses, peers: OtherNodes, server: RendezvousServer
+    ) -> None:
         super().__init__(processes)
         self._peers = peers
         self._server = server
@@ -122,7 +124,7 @@ class ChiefSupervisor(Supervisor):
             # Processes that wait for it need not wait any longer.
             self._server.lose(failure.rank, failure.cause)
 
-    def _receive(self, peer: Peer) -> None:
+    def _receive(self, peer: OtherNode) -> None:
         for message in peer.receive():
             getattr(self, f"_do_{message['do']}")(peer, message)
         # One whose processes have all ended without a failure may go.
@@ -131,22 +133,22 @@ class ChiefSupervisor(Supervisor):
             cause = f"is lost: {peer.how_lost(self._processes.silence_s)}"
             self._add(Failure("node", cause, node=peer.hello.node, host=peer.name))
 
-    def _do_alive(self, peer: Peer, message: dict[str, Any]) -> None:
+    def _do_alive(self, peer: OtherNode, message: dict[str, Any]) -> None:
         ranks = {int(rank): float(s) for rank, s in message["stopped"].items()}
         others = {r: s for r, s in self._stopped.items() if not self._is_on(peer, r)}
         self._stopped = others | ranks
 
-    def _do_failed(self, peer: Peer, message: dict[str, Any]) -> None:
+    def _do_failed(self, peer: OtherNode, message: dict[str, Any]) -> None:
         self._add(Failure.from_message(message["failure"]))
 
-    def _do_done(self, peer: Peer, message: dict[str, Any]) -> None:
+    def _do_done(self, peer: OtherNode, message: dict[str, Any]) -> None:
         self._done.add(peer.hello.node)
         self._is_preempted |= bool(message["is_preempted"])
 
-    def _do_ended(self, peer: Peer, message: dict[str, Any]) -> None:
+    def _do_ended(self, peer: OtherNode, message: dict[str, Any]) -> None:
         self._ended.add(peer.hello.node)
 
-    def _do_stacks(self, peer: Peer, message: dict[str, Any]) -> None:
+    def _do_stacks(self, peer: OtherNode, message: dict[str, Any]) -> None:
         self._stacks |= {int(rank): str(text) for rank, text in message["stacks"].items()}
         self._names |= {int(rank): str(name) for rank, name in message["names"].items()}
 
@@ -230,7 +232,7 @@ class ChiefSupervisor(Supervisor):
     def _are_others_ending(self) -> bool:
         return any(peer.hello.node not in self._ended and not peer.is_gone for peer in self._peers)
 
-    def _is_on(self, peer: Peer, rank: int) -> bool:
+    def _is_on(self, peer: OtherNode, rank: int) -> bool:
         before = [p.hello.num_processes for p in self._peers if p.hello.node < peer.hello.node]
         first = self._processes.facts.local_size + sum(before)
         return first <= rank < first + peer.hello.num_processes
@@ -239,7 +241,7 @@ class ChiefSupervisor(Supervisor):
 class NodeSupervisor(Supervisor):
     """Every other node, which reports to node 0."""
 
-    def __init__(self, processes: LocalProcesses, chief: Peer) -> None:
+    def __init__(self, processes: LocalProcesses, chief: OtherNode) -> None:
         super().__init__(processes)
         self._chief = chief
         self._deadline: float | None = None

@@ -27,7 +27,7 @@ from unisono.pickling import dumps
 _END_TIMEOUT_S = 5.0
 
 
-class Worker:
+class WorkerProcess:
     """One process and the channel to it."""
 
     def __init__(
@@ -125,11 +125,11 @@ class Workers:
         self, module: str, size: int, arguments: Sequence[str], envs: list[dict[str, str]]
     ):
         self.size = size
-        self._workers: list[Worker] = []
+        self._workers: list[WorkerProcess] = []
         try:
             for rank, env in zip(range(size - len(envs), size), envs, strict=True):
                 words = [str(rank), str(size), *arguments]
-                self._workers.append(Worker(rank, module, words, env, is_shown=rank == 0))
+                self._workers.append(WorkerProcess(rank, module, words, env, is_shown=rank == 0))
         except BaseException:
             self.end()
             raise
@@ -153,7 +153,7 @@ class Workers:
         deadline = time.monotonic() + timeout_s
         return [self._receive_from(worker, deadline) for worker in self._workers]
 
-    def pending(self, timeout_s: float) -> tuple[Worker, Any] | None:
+    def pending(self, timeout_s: float) -> tuple[WorkerProcess, Any] | None:
         """The first message that any worker sends within the time, or None."""
         with selectors.DefaultSelector() as selector:
             for worker in self._workers:
@@ -184,7 +184,7 @@ class Workers:
             worker.channel.close()
         self._workers = []
 
-    def _receive_from(self, worker: Worker, deadline: float) -> Any:
+    def _receive_from(self, worker: WorkerProcess, deadline: float) -> Any:
         with selectors.DefaultSelector() as selector:
             selector.register(worker.channel, selectors.EVENT_READ)
             try:
@@ -281,7 +281,7 @@ def worker_error(rank: int, data: bytes | None, text: str) -> BaseException:
     return error
 
 
-def _cause(workers: Workers, first: Any, gone: list[Worker], advice: str) -> BaseException:
+def _cause(workers: Workers, first: Any, gone: list[WorkerProcess], advice: str) -> BaseException:
     """The cause, once a worker has reported a failure; `gone` had ended by then."""
     reports = [first]
     while (message := workers.pending(timeout_s=0.05)) is not None:

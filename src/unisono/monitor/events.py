@@ -71,7 +71,10 @@ class Progress:
     """The fraction of the time in which the step waited for data."""
     loss: float | None
     peer_wait: float | None = None
-    """The fraction of the time in which this process waited for others of its run."""
+    """The fraction of the time in which this process waited for others of its run; on CPUs, in
+    which it neither computed nor waited for a core or its input."""
+    core_wait: float | None = None
+    """The fraction of the processor time that this process needed and other programs took."""
     is_over: bool = False
     failed_with: str | None = None
     """The name of the error that ended training."""
@@ -214,9 +217,14 @@ class RunsReader:
 
     def _read_run(self, name: str) -> list[RankEvents]:
         assert self._folder is not None
-        found = [_read(path) for path in (self._folder / name).glob("rank-*.jsonl")]
-        ranks = [e for e in found if e is not None and e.writer.host == self._host]
-        return sorted(ranks, key=lambda events: events.writer.rank)
+        return [e for e in read_ranks(self._folder, name) if e.writer.host == self._host]
+
+
+def read_ranks(folder: Path, run: str) -> list[RankEvents]:
+    """The processes of a run that published in a folder, by rank."""
+    found = [_read(path) for path in (folder / run).glob("rank-*.jsonl")]
+    ranks = [events for events in found if events is not None]
+    return sorted(ranks, key=lambda events: events.writer.rank)
 
 
 def read_runs(folder: Path | None, host: str | None = None) -> dict[str, list[RankEvents]]:

@@ -14,6 +14,8 @@ _TOGETHER_S = 1.5
 _LAG = 0.15
 _IDLE = 0.05
 _HUNGRY = 0.3
+_SHORT_OF_CORES = 0.3
+_MOSTLY_WAITING = 0.5
 # The error of a process when another one is gone.
 _ECHO = "PeerLostError"
 
@@ -33,10 +35,32 @@ def verdict_on_run(ranks: Sequence[RankEvents], now: float | None = None) -> str
         return said
     if lagging := _lagging(here):
         return f"{_named(lagging)} slower than the others by {_LAG:.0%} and more"
+    if (remark := remark_on_load(here)) is not None:
+        return remark
     waits = [e.last.input_wait for e in here if e.last and e.last.input_wait is not None]
     if waits and statistics.median(waits) > _HUNGRY:
         return f"waits for its input {statistics.median(waits):.0%} of the time"
     return _even(ranks)
+
+
+def remark_on_load(ranks: Sequence[RankEvents]) -> str | None:
+    """About a run that other programs or its communication slow down; None for any other."""
+    alive = [(events.writer.rank, events.last) for events in ranks if events.is_alive]
+    waits = {rank: last.core_wait for rank, last in alive if last and last.core_wait is not None}
+    if short := [rank for rank, wait in waits.items() if wait > _SHORT_OF_CORES]:
+        most = max(waits.values())
+        return (
+            f"cores are short: other programs take {most:.0%} of the processor time that "
+            f"{ranks_named(short)} {'needs' if len(short) == 1 else 'need'}"
+        )
+    # While one process computes, it is that one that the others wait for.
+    idle = [last.peer_wait for _, last in alive if last and last.peer_wait is not None]
+    if idle and min(idle) > _MOSTLY_WAITING:
+        return (
+            f"communication dominates: for {min(idle):.0%} of the time all processes wait for each "
+            "other"
+        )
+    return None
 
 
 def last_record_time(events: RankEvents) -> float:

@@ -1,4 +1,4 @@
-"""A user's own training loop on replicas that see only their rows (TensorFlow, torch).
+"""Custom training loops on replicas that see only their rows (TensorFlow, torch).
 
 There is no trainer to hook here, so the optimizers, metrics and batch norms that a loop uses are
 hooked one by one. A step begins with the batch of a distributed data set and ends with the call

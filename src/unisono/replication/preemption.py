@@ -5,7 +5,6 @@ may have a method `on_preempt(logs)`, in which to save what it needs.
 """
 
 import os
-import sys
 from typing import Any
 
 import keras
@@ -14,6 +13,7 @@ import numpy as np
 from unisono.errors import Preempted
 from unisono.launch.client import current_world
 from unisono.launch.preemption_signal import REQUEUE, is_preempting, watch
+from unisono.log import logger
 
 
 class Preemption:
@@ -49,7 +49,7 @@ class Preemption:
         is_chief = world is None or world.is_chief
         if not self._callbacks and not os.environ.get(REQUEUE):
             if not self._has_warned and is_chief:
-                _say(
+                logger.warning(
                     "this run is about to be ended. No callback has a method on_preempt(logs), and "
                     "nothing starts it again, so it goes on while it can."
                 )
@@ -61,9 +61,5 @@ class Preemption:
         for callback in self._callbacks:
             callback.on_preempt(logs)
         if is_chief:
-            _say("training was preempted; callbacks have saved.")
+            logger.warning("training was preempted; callbacks have saved.")
         raise Preempted
-
-
-def _say(text: str) -> None:
-    print(f"\nunisono: {text}", file=sys.stderr, flush=True)

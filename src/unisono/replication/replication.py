@@ -204,7 +204,7 @@ class Replication:
                 else self._reduced(replica, key, value)
                 for key, value in logs.items()
             }
-        # A user's own step that read its metrics itself, so before they were added up.
+        # A custom train step that read its metrics itself, so before they were all-reduced.
         self._get_metrics_result()
         if not isinstance(logs, dict):
             return self._reduced(replica, "", logs)

@@ -19,7 +19,7 @@ _RUN = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
 
 
 @dataclass(frozen=True)
-class Step:
+class SlurmStep:
     """One task of an srun."""
 
     num_nodes: int
@@ -42,7 +42,7 @@ class Step:
         return self.node == 0 and self.task == 0
 
 
-def read_step(env: Mapping[str, str]) -> Step | None:
+def read_step(env: Mapping[str, str]) -> SlurmStep | None:
     """The task that this process is; None where srun did not start it."""
     if not is_slurm_task(env):
         return None
@@ -53,7 +53,7 @@ def read_step(env: Mapping[str, str]) -> Step | None:
     seen = [name for name in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     # Runs of equal numbers, such as `2(x3),1`.
     counts = [_number(part) for part in env.get("SLURM_STEP_TASKS_PER_NODE", "1").split(",")]
-    return Step(
+    return SlurmStep(
         num_nodes=facts.num_nodes,
         node=facts.node,
         num_tasks=facts.local_size,
@@ -65,7 +65,7 @@ def read_step(env: Mapping[str, str]) -> Step | None:
     )
 
 
-def fit_ranks(facts: Topology, step: Step) -> tuple[Topology | None, str]:
+def fit_ranks(facts: Topology, step: SlurmStep) -> tuple[Topology | None, str]:
     """The topology of a task that is a rank itself, None where it is surplus, and a remark.
 
     LaunchError where tasks and GPUs do not fit.
@@ -98,7 +98,7 @@ def fit_ranks(facts: Topology, step: Step) -> tuple[Topology | None, str]:
     return replace(facts, **places), remark  # type: ignore[arg-type]
 
 
-def launcher_role(step: Step) -> tuple[str, str]:
+def launcher_role(step: SlurmStep) -> tuple[str, str]:
     """The role of `unisono run` in a task ("launch", "rank" or "leave"), and a remark."""
     tasks, gpus = step.num_tasks, step.num_gpus
     if step.is_one_a_node:
@@ -134,7 +134,7 @@ def remark_on_allocation(env: Mapping[str, str]) -> str:
 
 
 def coordinator(
-    step: Step, env: Mapping[str, str], timeout_s: float
+    step: SlurmStep, env: Mapping[str, str], timeout_s: float
 ) -> tuple[str, tuple[int, ...], str]:
     """The address of node 0's launcher, and the secret of this run alone.
 

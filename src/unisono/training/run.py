@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """A training, in each of its processes; `unisono.training.begin` returns it."""
+    """A training, in each of its processes; `unisono.training.begin` returns it.
+
+    See docs/training.md for a program that uses it.
+    """
 
     def __init__(self, settings: Settings, *, is_program: bool = False) -> None:
         self.settings = settings
@@ -71,14 +74,17 @@ class Run:
 
     @property
     def lr_scaling(self) -> str:
+        """How the learning rate grows with the replicas."""
         return self.settings.lr_scaling
 
     @property
     def warmup_epochs(self) -> int:
+        """The number of epochs until the scaled learning rate is reached."""
         return self.settings.warmup_epochs
 
     @property
     def seed(self) -> int:
+        """The seed of all random generators."""
         return self.settings.seed
 
     @property
@@ -92,7 +98,14 @@ class Run:
         return topology().is_chief
 
     def num_steps(self, num_samples: int) -> int:
-        """The number of steps of an epoch over `num_samples`."""
+        """Count the steps of an epoch.
+
+        Args:
+            num_samples: The number of training samples.
+
+        Returns:
+            The number of global batches; the last one may be smaller.
+        """
         return math.ceil(num_samples / self.global_batch)
 
     def load(
@@ -104,10 +117,21 @@ class Run:
         folder_shape: tuple[int, int, int] | None = None,
         otherwise: Callable[[], tuple[Split, Split]] | None = None,
     ) -> tuple[Split, Split]:
-        """`(x_train, y_train), (x_test, y_test)`, from `--data`, `UNISONO_DATA` or a download.
+        """Load images and labels from `--data`, `UNISONO_DATA` or a download.
 
-        `folder_shape` is the shape of images from folders, if not `image_shape`; `otherwise` makes
-        the data if there is no `--data`.
+        Args:
+            name: The name of the data set, for its file and for messages.
+            image_shape: The shape of an image: height, width, channels.
+            num_classes: The number of classes; by default any.
+            folder_shape: The shape of images from folders, if not `image_shape`.
+            otherwise: Makes the data if there is no `--data`.
+
+        Returns:
+            `(x_train, y_train), (x_test, y_test)`.
+
+        Raises:
+            DataError: If the data is missing or malformed. A program exits with the message
+                instead.
         """
         form = Form(name, image_shape, num_classes, folder_shape)
         world = current_world()
@@ -123,13 +147,23 @@ class Run:
         return splits
 
     def fail(self, error: UnisonoError) -> NoReturn:
-        """Raise an error; in a program, exit with the message instead of a traceback."""
+        """Raise an error; in a program, exit with the message instead of a traceback.
+
+        Args:
+            error: The error.
+
+        Returns:
+            Never.
+
+        Raises:
+            UnisonoError: The error itself.
+        """
         if self._is_program:
             raise SystemExit(f"{self.settings.recipe}: {error}") from None
         raise error
 
     def prepare_keras(self) -> None:
-        """Seed all random generators, and set the dtype policy."""
+        """Seed all random generators, and set the dtype policy that the options ask for."""
         import keras
 
         from unisono.replication.random_state import set_seed
@@ -143,9 +177,19 @@ class Run:
 
     @contextlib.contextmanager
     def recording(self, model: Any, num_samples: int) -> Iterator["Recorder"]:
-        """A callback for `fit` that shows progress; results are written at the end of the block.
+        """Show the progress of a `fit` inside a `with` block, and write results at its end.
 
         Ctrl-C ends the training after the current step, and the results so far are written.
+
+        Args:
+            model: The model that is trained.
+            num_samples: The number of training samples.
+
+        Returns:
+            A context manager, whose value is a callback for `fit`.
+
+        Raises:
+            OutputError: If results cannot be written.
         """
         from unisono.training.recorder import Recorder, ShownRecorder
 
@@ -155,7 +199,11 @@ class Run:
             yield recorder
 
     def describe(self) -> str:
-        """The global batch size and the learning rate, and how they are computed."""
+        """Describe the global batch size and the learning rate.
+
+        Returns:
+            A line of text that says how they are computed.
+        """
         per_replica, count = self.settings.batch_per_replica, self.num_replicas
         batch = f"{per_replica} per replica × {count} = {self.global_batch} global"
         if count == 1 or self.lr_scaling == "none":
@@ -186,13 +234,33 @@ def begin(
 ) -> Run:
     """Read the options of a training program and start its replicas.
 
-    The arguments are the defaults of the options. Call it before Keras is imported, as it chooses
-    the backend. If each replica has its own process, it returns in those only. With `arguments`
-    instead of the command line, all replicas stay in this process, and errors are raised.
+    Call it before Keras is imported, as it chooses the backend. If each replica has its own
+    process, it returns in those only.
 
-    >>> run = begin(epochs=2, batch_per_replica=32, learning_rate=0.1, arguments=["--epochs", "3"])
-    >>> run.epochs, run.global_batch // run.num_replicas
-    (3, 32)
+    Args:
+        description: The text of `--help`.
+        epochs: The default of `--epochs`, and so on below.
+        batch_per_replica: The rows of a batch on each replica.
+        learning_rate: The learning rate for one replica.
+        lr_scaling: How it grows with the replicas; see `unisono.schedules.scaling_factor`.
+        warmup_epochs: The epochs until the scaled learning rate is reached.
+        seed: The seed of all random generators.
+        name: The name of the program, in its output.
+        arguments: The options, instead of those of the command line. All replicas then stay in this
+            process, and errors are raised.
+
+    Returns:
+        The training, as the program sees it.
+
+    Raises:
+        UnisonoError: If `arguments` are given and are wrong, or what they name does not exist. A
+            program exits with the message instead.
+
+    Example:
+        >>> options = ["--epochs", "3"]
+        >>> run = begin(epochs=2, batch_per_replica=32, learning_rate=0.1, arguments=options)
+        >>> run.epochs, run.global_batch // run.num_replicas
+        (3, 32)
     """
     defaults = {
         "epochs": epochs,

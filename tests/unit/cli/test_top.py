@@ -62,6 +62,19 @@ LOST = ENDED | {"failed_with": "PeerLostError"}
         ([{}, {"steps_per_s": 0.0}], "rank 1 is idle: no step for some time"),
         ([{}, {}, {"steps_per_s": 8.0}], "rank 2 is slower than the others by 15% and more"),
         ([{"input_wait": 0.6}, {"input_wait": 0.5}], "waits for its input 55% of the time"),
+        (
+            [{"core_wait": 0.1, "peer_wait": 0.6}, {"core_wait": 0.5, "peer_wait": 0.0}],
+            "cores are short: other programs take 50% of the processor time that rank 1 needs",
+        ),
+        (
+            [{"core_wait": 0.4}, {"core_wait": 0.5}],
+            "cores are short: other programs take 50% of the processor time that ranks 0, 1 need",
+        ),
+        (
+            [{"core_wait": 0.1, "peer_wait": 0.7}, {"core_wait": 0.0, "peer_wait": 0.6}],
+            "communication dominates: for 60% of the time all processes wait for each other",
+        ),
+        ([{"peer_wait": 0.9}, {"peer_wait": 0.1}], "both replicas work evenly"),
     ],
 )
 def test_a_run_is_judged(changes, said):

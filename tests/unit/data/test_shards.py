@@ -1,4 +1,4 @@
-"""Shares of a global batch: contiguous, complete, and as equal as they can be."""
+"""Shards of a global batch: contiguous, complete, and as equal as they can be."""
 
 import itertools
 

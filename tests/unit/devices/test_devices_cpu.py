@@ -1,12 +1,34 @@
 """How much of a machine a container leaves: cores and memory by affinity and control groups."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 
 from unisono.devices import cpu
 
 GIB = 2**30
+
+
+BUSY = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"
+MEASURE = """
+import os, sys, time
+from unisono.devices.cpu import CoreMeter
+os.sched_setaffinity(0, {int(sys.argv[1])})
+meter, end = CoreMeter(), time.perf_counter() + 1
+while time.perf_counter() < end: pass
+print(meter.read().wait)
+"""
+
+
+def test_processor_time_that_another_program_takes_is_measured():
+    core = str(min(os.sched_getaffinity(0)))
+    with subprocess.Popen([sys.executable, "-c", BUSY, core]) as other:
+        words = [sys.executable, "-c", MEASURE, core]
+        done = subprocess.run(words, capture_output=True, text=True, check=True)
+        other.kill()
+    assert 0.3 < float(done.stdout) < 0.99
 
 
 @pytest.fixture

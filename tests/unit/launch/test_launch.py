@@ -219,12 +219,12 @@ class TestEnd:
     def test_a_group_that_cannot_start_leaves_no_process(self, monkeypatch):
         started = []
 
-        class Recorded(workers_module.Worker):
+        class Recorded(workers_module.WorkerProcess):
             def __init__(self, *args, **options):
                 super().__init__(*args, **options)
                 started.append(self)
 
-        monkeypatch.setattr(workers_module, "Worker", Recorded)
+        monkeypatch.setattr(workers_module, "WorkerProcess", Recorded)
         with pytest.raises(TypeError):
             Workers("stand_in_worker", 3, [], [{}, {"NOT_TEXT": 1}])
         assert len(started) == 1

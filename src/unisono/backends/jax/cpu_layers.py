@@ -16,6 +16,7 @@ from jax import lax, numpy
 from keras import layers
 
 from unisono.hooks import bind, original, unbind
+from unisono.keras_internals import layers_of
 
 _MAX_WINDOW = 16
 """Pixels of a window that are compared one by one; beyond that the search is not slower."""
@@ -30,14 +31,14 @@ def replace_layers(model: keras.Model, names: frozenset[str]) -> None:
         model: The model, whose nested models are searched as well.
         names: Some of `JaxFramework.cpu_layers`.
     """
-    for layer in model._flatten_layers() if "max_pool" in names else ():
+    for layer in layers_of(model) if "max_pool" in names else ():
         if _is_max_pooling(layer):
             bind(layer, "call", _pooling_call(layer))
 
 
 def restore_layers(model: keras.Model) -> None:
     """Restore Keras' own computations."""
-    for layer in model._flatten_layers():
+    for layer in layers_of(model):
         if _is_max_pooling(layer):
             unbind(layer, "call")
 

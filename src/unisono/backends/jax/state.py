@@ -56,7 +56,7 @@ class _KnownValues:
 _known: "weakref.WeakKeyDictionary[ReplicaMesh, _KnownValues]" = weakref.WeakKeyDictionary()
 
 
-class StepState:
+class ModelState:
     """The state of one model's steps."""
 
     def __init__(self, model: keras.Model, mesh: ReplicaMesh) -> None:

@@ -27,7 +27,7 @@ from unisono.backends.jax.devices import trainers
 from unisono.backends.jax.framework import JaxFramework
 from unisono.backends.jax.internals import uncommitted
 from unisono.backends.jax.mesh import mesh_of, peers_watched
-from unisono.backends.jax.state import StepState
+from unisono.backends.jax.state import ModelState
 from unisono.backends.jax.throttle import await_turn, note_step
 from unisono.data.arrays import unshared
 from unisono.data.feed import Feed, Shard
@@ -111,7 +111,7 @@ class JaxTrainer:
 
     def _use_mesh(self) -> None:
         self._mesh = mesh_of(self.placement)
-        self._state = StepState(self._model, self._mesh)
+        self._state = ModelState(self._model, self._mesh)
 
     def _place_variables(self) -> None:
         """Show from the start where the values are; a step would move them anyway."""

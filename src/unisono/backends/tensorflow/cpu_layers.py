@@ -23,6 +23,7 @@ from unisono.backends.tensorflow.replica import TensorFlowReplica
 from unisono.devices import Placement
 from unisono.devices.cpu_layers import chosen_cpu_layers
 from unisono.hooks import bind, original, unbind
+from unisono.keras_internals import layers_of
 
 _MAX_PIXELS = 32
 """The most pixels of an image that one sum of a batch norm runs over."""
@@ -47,14 +48,14 @@ class CpuLayers:
 
     def use_kernels(self, model: keras.Model, current: _Current, *, sync_batch_norm: bool) -> None:
         mapped = _mapped_layers(model)
-        for layer in model._flatten_layers():
+        for layer in layers_of(model):
             if self._replaces_convolution(layer):
                 bind(layer, "call", self._convolution(layer, current))
             elif self._replaces_batch_norm(layer) and id(layer) not in mapped:
                 bind(layer, "call", self._batch_norm(layer, current, is_global=sync_batch_norm))
 
     def leave_kernels(self, model: keras.Model) -> None:
-        for layer in model._flatten_layers():
+        for layer in layers_of(model):
             if self._replaces_convolution(layer) or self._replaces_batch_norm(layer):
                 unbind(layer, "call")
 
@@ -123,8 +124,8 @@ def _product(inputs: Any, kernel: Any) -> Any:
 
 def _mapped_layers(model: keras.Model) -> set[int]:
     """Layers that may run in a `tf.vectorized_map`, which drops custom gradients."""
-    wrappers = [one for one in model._flatten_layers() if isinstance(one, layers.TimeDistributed)]
-    return {id(layer) for wrapper in wrappers for layer in wrapper._flatten_layers()}
+    wrappers = [one for one in layers_of(model) if isinstance(one, layers.TimeDistributed)]
+    return {id(layer) for wrapper in wrappers for layer in layers_of(wrapper)}
 
 
 def _can_normalize(layer: Any, inputs: Any, mask: Any, replica: TensorFlowReplica | None) -> bool:

@@ -8,7 +8,6 @@ before TensorFlow starts, so this runs right after its import and must not impor
 import ctypes
 import functools
 import json
-import logging
 import os
 import random
 import socket
@@ -26,6 +25,7 @@ from unisono.errors import LaunchError, StartedError, StrategyError
 from unisono.launch.client import World, current_world
 from unisono.launch.network import split_address
 from unisono.launch.source_filter import OnlyFrom, source_addresses
+from unisono.log import logger
 
 _CONFIGURATION = "TF_CONFIG"
 # Outside of the range from which systems take the ports of outgoing connections.
@@ -75,7 +75,7 @@ def join(world: World) -> None:
 
 
 def _warn_of_open_servers(is_one_machine: bool) -> None:
-    logging.getLogger("unisono").warning(
+    logger.warning(
         "TensorFlow's servers authenticate nobody. Other machines cannot reach those of this run; "
         "other users of %s can, and act with your rights. See SECURITY.md.",
         "this machine" if is_one_machine else "its nodes",

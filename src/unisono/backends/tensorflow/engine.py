@@ -21,6 +21,7 @@ from unisono.backends.tensorflow.trainer import SingleReplica, Trainer
 from unisono.devices import Placement
 from unisono.devices.locations import Location, location, name_of, num_bytes_of
 from unisono.errors import StartedError
+from unisono.log import logger
 
 _is_logging = False
 
@@ -115,7 +116,7 @@ def _print_op(
     if graph is not None or not outputs:
         return  # Traced and not run, or without a result whose device is known.
     name = op_type.decode() if isinstance(op_type, bytes) else op_type
-    print(f"unisono: tensorflow ran {name} on {_device_name(outputs[0].device)}", flush=True)
+    logger.info(f"tensorflow ran {name} on {_device_name(outputs[0].device)}")
 
 
 def _device_name(device: str) -> str:

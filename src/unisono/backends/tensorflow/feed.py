@@ -25,8 +25,8 @@ _NUM_PREFETCHED = 2
 _num_shuffles = 0
 
 
-class Shares:
-    """The shards of one `SharedArrays`, an epoch each time that it is iterated."""
+class ArrayShards:
+    """The shards of one `ShardedArrays`, an epoch each time that it is iterated."""
 
     def __init__(self, shared: Any) -> None:
         self._shared = shared
@@ -55,7 +55,7 @@ class Shares:
                 yield ready.popleft().result()
 
     def _shard(self, rows: Any) -> Shard:
-        shard: Shard = self._shared.share(self._inputs, rows, _to_tensor)
+        shard: Shard = self._shared.shard(self._inputs, rows, _to_tensor)
         return shard
 
 

@@ -208,7 +208,7 @@ def _with_first(batch: Any, iterator: Any, num_batches: int) -> Any:
 # -- strategies of tf.distribute ------------------------------------------------------------------
 
 
-class MirroredStrategy(tf.distribute.MirroredStrategy):
+class UnscaledMirroredStrategy(tf.distribute.MirroredStrategy):
     """TensorFlow's, but inside a step Keras must not divide losses by the number of replicas."""
 
     def __init__(self, placement: Placement) -> None:
@@ -231,7 +231,7 @@ class MirroredStrategy(tf.distribute.MirroredStrategy):
 def strategy_of(placement: Placement) -> tf.distribute.Strategy:
     """The one strategy of a placement, shared by all models on it."""
     if placement not in _strategies:
-        _strategies[placement] = MirroredStrategy(placement)
+        _strategies[placement] = UnscaledMirroredStrategy(placement)
     return _strategies[placement]
 
 
@@ -240,7 +240,7 @@ def check_strategy(model: Any) -> None:
     for strategy in _strategies_around(model):
         # TensorFlow has a class for "no strategy".
         is_none = strategy is None or type(strategy).__name__ == "_DefaultDistributionStrategy"
-        if not (is_none or isinstance(strategy, MirroredStrategy)):
+        if not (is_none or isinstance(strategy, UnscaledMirroredStrategy)):
             raise ModelError(
                 f"Asked to parallelize a model that belongs to a {type(strategy).__name__} of "
                 "tf.distribute: it, its optimizer or this call is under that strategy's scope. "

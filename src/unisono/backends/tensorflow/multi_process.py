@@ -16,6 +16,7 @@ import tensorflow as tf
 from unisono.backends.tensorflow.change_tracker import ChangeTracker
 from unisono.backends.tensorflow.collectives import naming_lost_peers
 from unisono.backends.tensorflow.distributed import group_of
+from unisono.backends.tensorflow.feed import ArrayShards
 from unisono.backends.tensorflow.replica import (
     LinksAcrossProcesses,
     TensorFlowReplica,
@@ -53,7 +54,9 @@ class ProcessTrainer(Trainer):
         self._links = LinksAcrossProcesses(group_of())
         self._changes = ChangeTracker(group_of())
         self._hooked_optimizers: list[Any] = []
-        self.feed = Feed(world, needs_even_shards=False, rows_between=rows_between)
+        self.feed = Feed(
+            world, needs_even_shards=False, rows_between=rows_between, dataset_of=ArrayShards
+        )
         super().__init__(model, placement, sync_batch_norm=sync_batch_norm)
 
     def release(self) -> None:

@@ -18,6 +18,7 @@ from unisono.backends.torch.replica import TorchReplica
 from unisono.devices import Placement
 from unisono.devices.cpu_layers import chosen_cpu_layers
 from unisono.hooks import bind, original, unbind
+from unisono.keras_internals import layers_of
 
 # Statistics are taken over pieces of a batch: the kernels sum up one value after the other, which
 # over many rows would cost digits.
@@ -43,7 +44,7 @@ class CpuLayers:
         *,
         sync_batch_norm: bool,
     ) -> None:
-        for layer in model._flatten_layers():
+        for layer in layers_of(model):
             name = _replacement_of(layer)
             if name not in self._names:
                 continue
@@ -53,7 +54,7 @@ class CpuLayers:
                 bind(layer, "call", _image_call(layer, _convolve if name == "conv" else _pool))
 
     def leave_kernels(self, model: keras.Model) -> None:
-        for layer in model._flatten_layers():
+        for layer in layers_of(model):
             if _replacement_of(layer) in self._names:
                 unbind(layer, "call")
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from unisono.compat.knowledge import Change
 from unisono.errors import LegacyError, LegacyImportError
+from unisono.log import logger
 
 _LIBRARIES = ("keras", "tensorflow", "unisono", "importlib", "contextlib", "functools")
 _PASSED_THROUGH = ("unisono.compat.legacy", "importlib")
@@ -72,7 +73,7 @@ def announce(old: str, write: str) -> None:
     if old not in _announced:
         _announced.add(old)
         place = where(old.rpartition(".")[2])
-        print(f"unisono: {place}: {old} is old; write {write}", file=sys.stderr, flush=True)
+        logger.warning(f"{place}: {old} is old; write {write}")
 
 
 def refuse(change: Change) -> LegacyError:

@@ -12,14 +12,14 @@ import libcst as cst
 from unisono.compat.knowledge import CHANGES, IMAGES, MODULES
 from unisono.compat.lookup import canonical, change_of, gone_with, today
 from unisono.compat.migrate.files import MARK
-from unisono.compat.migrate.steps import Step, dotted_name, removed, source_of
+from unisono.compat.migrate.steps import MigrationStep, dotted_name, removed, source_of
 
 _LEGACY = "unisono.compat.legacy"
 Target = tuple[str, str, str | None]
 """A module, a name in it, and the name after `as`."""
 
 
-class Imports(Step):
+class Imports(MigrationStep):
     """Rewrites imports, after the rest of the program has been rewritten."""
 
     def __init__(self, in_use: set[str]) -> None:

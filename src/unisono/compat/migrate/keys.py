@@ -7,12 +7,12 @@ import libcst as cst
 
 from unisono.compat.knowledge import KEYS
 from unisono.compat.lookup import canonical, today
-from unisono.compat.migrate.steps import Step, literal, source_of, text_like
+from unisono.compat.migrate.steps import MigrationStep, literal, source_of, text_like
 
 _OPTIMIZERS = "keras.optimizers."
 
 
-class Facts(Step):
+class KnownVariables(MigrationStep):
     """What is known about a program's variables from their assignments."""
 
     def __init__(self) -> None:
@@ -84,12 +84,12 @@ _COMPUTED = (
 )
 
 
-class Keys(Step):
+class Keys(MigrationStep):
     """Rewrites keys where they are read, monitored, formatted into file names, or compiled."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._facts = Facts()
+        self._facts = KnownVariables()
 
     def visit_Module(self, node: cst.Module) -> None:
         self._facts.metadata = self.metadata

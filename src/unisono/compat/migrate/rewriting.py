@@ -15,8 +15,8 @@ from unisono.compat.migrate.calls import (
     translate_optimizer,
 )
 from unisono.compat.migrate.imports import is_in_keras
-from unisono.compat.migrate.keys import Facts
-from unisono.compat.migrate.steps import Step, expression, removed, source_of
+from unisono.compat.migrate.keys import KnownVariables
+from unisono.compat.migrate.steps import MigrationStep, expression, removed, source_of
 
 _METHODS = {method.old: method for method in METHODS}
 _RENAMED_METHODS = {method.old: method for method in METHODS if not method.parameters}
@@ -24,7 +24,7 @@ _NOTHING = "unisono.configure()"
 _OF_MODELS = ("reset_states",)
 
 
-class Rewriting(Step):
+class Rewriting(MigrationStep):
     """Rewrites expressions; a later step rewrites the imports."""
 
     METADATA_DEPENDENCIES = (QualifiedNameProvider, ParentNodeProvider)
@@ -32,7 +32,7 @@ class Rewriting(Step):
     def __init__(self, needed: set[str]) -> None:
         super().__init__()
         self._needed = needed
-        self._facts = Facts()
+        self._facts = KnownVariables()
 
     def visit_Module(self, node: cst.Module) -> None:
         self._facts.metadata = self.metadata

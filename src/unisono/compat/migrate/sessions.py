@@ -14,7 +14,7 @@ from unisono.compat.knowledge import IGNORED_SETTINGS, SETTINGS
 from unisono.compat.lookup import change_of
 from unisono.compat.migrate.imports import ReadNames
 from unisono.compat.migrate.steps import (
-    Step,
+    MigrationStep,
     bound,
     call,
     expression,
@@ -30,7 +30,7 @@ _SESSION = ("tensorflow.Session", "tensorflow.InteractiveSession")
 _SET_SESSION = "keras.backend.set_session"
 
 
-class Sessions(Step):
+class Sessions(MigrationStep):
     """Rewrites sessions, one block of statements at a time."""
 
     def __init__(self, needed: set[str]) -> None:

@@ -12,7 +12,7 @@ from unisono.compat.migrate.files import MARK, comment_lines
 _REMOVED = "unisono_removed"
 
 
-class Step(cst.CSTTransformer):
+class MigrationStep(cst.CSTTransformer):
     """A step of the migration; it can leave remarks above the current statement."""
 
     METADATA_DEPENDENCIES: ClassVar[tuple[Any, ...]] = (QualifiedNameProvider,)

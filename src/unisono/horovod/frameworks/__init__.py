@@ -17,7 +17,7 @@ from unisono.errors import DisagreementError
 if TYPE_CHECKING:
     from unisono.horovod.optimizer import GradientReduction, ReductionSettings
 
-Run = Callable[[list[Any]], list[Any]]
+RunTensors = Callable[[list[Any]], list[Any]]
 Shapes = Callable[[], list[tuple[str, tuple[int | None, ...] | None]]]
 """Data types and shapes of a collective's results, as far as a graph knows them."""
 
@@ -63,14 +63,19 @@ class Passes:
         return total / self._num_passes if self._is_averaged and total is not None else total
 
 
-class Framework:
+class HorovodFramework:
     """What Horovod's interface needs of a backend, beside its collectives; these are defaults."""
 
     has_gloo = True
     """Whether gloo transfers tensors between CPUs."""
 
     def run(
-        self, what: str, tensors: Sequence[Any], forward: Run, backward: Run | None, shapes: Shapes
+        self,
+        what: str,
+        tensors: Sequence[Any],
+        forward: RunTensors,
+        backward: RunTensors | None,
+        shapes: Shapes,
     ) -> list[Any]:
         """`forward(tensors)`, eagerly or in a graph, with the gradients that `backward` gives."""
         raise NotImplementedError
@@ -125,8 +130,8 @@ class Framework:
 
 
 @functools.cache
-def framework() -> Framework:
+def framework() -> HorovodFramework:
     """The implementation for Keras' backend."""
     module = importlib.import_module(f"{__name__}.{keras.backend.backend()}")
-    found: Framework = module.FRAMEWORK
+    found: HorovodFramework = module.FRAMEWORK
     return found

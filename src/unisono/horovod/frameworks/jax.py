@@ -18,8 +18,8 @@ import numpy as np
 
 from unisono.errors import ModelError, StrategyError
 from unisono.hooks import bind, original
-from unisono.horovod.frameworks import Framework, Run, Shapes
-from unisono.keras_internals import jax_function
+from unisono.horovod.frameworks import HorovodFramework, RunTensors, Shapes
+from unisono.keras_internals import jax_function, optimized_variables
 
 if TYPE_CHECKING:
     from unisono.horovod.optimizer import GradientReduction
@@ -27,9 +27,14 @@ if TYPE_CHECKING:
 _Spec = tuple[tuple[tuple[int, ...], str], ...]
 
 
-class _Jax(Framework):
+class _Jax(HorovodFramework):
     def run(
-        self, what: str, tensors: Sequence[Any], forward: Run, backward: Run | None, shapes: Shapes
+        self,
+        what: str,
+        tensors: Sequence[Any],
+        forward: RunTensors,
+        backward: RunTensors | None,
+        shapes: Shapes,
     ) -> list[Any]:
         self.check_not_traced(what, tensors)
         return forward(list(tensors))
@@ -131,7 +136,7 @@ def _make_stateless_apply(optimizer: Any, reduction: "GradientReduction") -> Cal
             grads = reduction.passes.add(grads)
             if grads is None:
                 return trainable_variables, _count_pass(optimizer, optimizer_variables)
-        reduced = reduction.reduce(grads, optimizer._trainable_variables)
+        reduced = reduction.reduce(grads, optimized_variables(optimizer))
         with reduction.plain():
             return plain(optimizer_variables, reduced, trainable_variables)
 

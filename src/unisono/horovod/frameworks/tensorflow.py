@@ -7,17 +7,22 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from unisono.errors import DisagreementError
-from unisono.horovod.frameworks import Framework, Run, Shapes
+from unisono.horovod.frameworks import HorovodFramework, RunTensors, Shapes
 
 if TYPE_CHECKING:
     from unisono.horovod.optimizer import GradientReduction, ReductionSettings
 
 
-class _TensorFlow(Framework):
+class _TensorFlow(HorovodFramework):
     has_gloo = False  # Tensors are transferred by gRPC.
 
     def run(
-        self, what: str, tensors: Sequence[Any], forward: Run, backward: Run | None, shapes: Shapes
+        self,
+        what: str,
+        tensors: Sequence[Any],
+        forward: RunTensors,
+        backward: RunTensors | None,
+        shapes: Shapes,
     ) -> list[Any]:
         def run(*given: Any) -> list[Any]:
             if tf.executing_eagerly():

@@ -5,12 +5,17 @@ from typing import Any
 
 import torch
 
-from unisono.horovod.frameworks import Framework, Run, Shapes
+from unisono.horovod.frameworks import HorovodFramework, RunTensors, Shapes
 
 
-class _Torch(Framework):
+class _Torch(HorovodFramework):
     def run(
-        self, what: str, tensors: Sequence[Any], forward: Run, backward: Run | None, shapes: Shapes
+        self,
+        what: str,
+        tensors: Sequence[Any],
+        forward: RunTensors,
+        backward: RunTensors | None,
+        shapes: Shapes,
     ) -> list[Any]:
         needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         if backward is None or not needs_gradient:
