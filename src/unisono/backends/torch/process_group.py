@@ -60,17 +60,41 @@ class Group:
         self.size = size
         self.device = device
         self._store = store  # torch does not keep a store alive that is written in Python.
-        self._group: Any
+        self._sockets: Any = None
+        if device.type == "cpu":
+            self._sockets = dist.ProcessGroupGloo.create_device(hostname=host)
+        self._group = self._communicator("")
+        self._in_background: Any = None
+
+    def _communicator(self, name: str) -> Any:
+        store = dist.PrefixStore(name, self._store) if name else self._store
         try:
-            if device.type == "cuda":
-                self._group = dist.ProcessGroupNCCL(store, rank, size, _TIMEOUT)
-            else:
-                options = dist.ProcessGroupGloo._Options()
-                options._timeout = _TIMEOUT
-                options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-                self._group = dist.ProcessGroupGloo(store, rank, size, options)
+            if self.device.type == "cuda":
+                return dist.ProcessGroupNCCL(store, self.rank, self.size, _TIMEOUT)
+            options = dist.ProcessGroupGloo._Options()
+            options._timeout = _TIMEOUT
+            options._devices = [self._sockets]
+            return dist.ProcessGroupGloo(store, self.rank, self.size, options)
         except RuntimeError as error:
             raise PeerLostError(f"The processes did not find each other: {error}") from error
+
+    def start_all_reduce(self, flat: torch.Tensor) -> "PendingReduce":
+        """Begin to sum a contiguous tensor over the replicas, in place, and return at once.
+
+        By a communicator of its own: replicas may begin a sum before or after the collectives of
+        a layer (a branch that has no gradient on some of them), but not in another order among
+        themselves.
+        """
+        if self._in_background is None:
+            self._in_background = self._communicator("background")
+        if not self._is_small(flat):
+            options = dist.AllreduceOptions()
+            options.reduceOp = dist.ReduceOp.SUM
+            return PendingReduce(flat, _started(self._in_background.allreduce, [flat], options))
+        every = flat.new_empty((self.size, flat.numel()))
+        own, result = flat.repeat(self.size).view(torch.uint8), every.view(-1).view(torch.uint8)
+        work = _started(self._in_background.alltoall_base, result, own, [], [])
+        return PendingReduce(flat, work, every)
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], op: str = "sum") -> list[torch.Tensor]:
         """Reduce each tensor over the replicas by one of `_OPS`; a collective per data type."""
@@ -80,24 +104,39 @@ class Group:
             by_type.setdefault(tensor.dtype, []).append(i)
         for places in by_type.values():
             flat = torch.cat([tensors[i].detach().reshape(-1) for i in places])
-            parts = self._reduce_flat(flat, op).split([tensors[i].numel() for i in places])
+            parts = self.all_reduce_flat(flat, op).split([tensors[i].numel() for i in places])
             for i, part in zip(places, parts, strict=True):
                 results[i] = part.view(tensors[i].shape)
         return results
 
+    def all_reduce_flat(self, flat: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        """Reduce one vector over the replicas, which may be overwritten."""
+        options = dist.AllreduceOptions()
+        options.reduceOp, combine = _OPS[op]
+        if self._is_small(flat):
+            first, *others = self._exchange(flat.view(torch.uint8)).view(flat.dtype)
+            # In rank order, so that every replica gets the same bits.
+            return functools.reduce(combine, others, first)
+        self._wait(lambda: self._group.allreduce([flat], options))
+        return flat
+
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The tensor of every replica, all of one shape."""
+        return list(self.stack(tensor))
+
+    def stack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensors of all replicas, all of one shape, along a new first axis."""
         own = tensor.detach().contiguous()
         if not own.numel():
-            return [own.clone() for _ in range(self.size)]
+            return own.new_empty((self.size, *own.shape))
         # As bytes: gloo cannot gather booleans and some small types.
         data = own.reshape(-1).view(torch.uint8)
         if self._is_small(data):
-            parts = list(self._exchange(data))
+            every = self._exchange(data)
         else:
-            parts = [torch.empty_like(data) for _ in range(self.size)]
-            self._wait(lambda: self._group.allgather([parts], [data]))
-        return [part.view(own.dtype).view(own.shape) for part in parts]
+            every = data.new_empty(self.size * data.numel())
+            self._wait(lambda: self._group._allgather_base(every, data))
+        return every.view(-1).view(own.dtype).view(self.size, *own.shape)
 
     def concatenate(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
         """The tensors of all replicas joined along an axis, on which they may differ in length."""
@@ -144,16 +183,6 @@ class Group:
         # Not the group's own: NCCL's guesses the device, and does not block the program.
         self.gather_sizes(0)
 
-    def _reduce_flat(self, flat: torch.Tensor, op: str) -> torch.Tensor:
-        options = dist.AllreduceOptions()
-        options.reduceOp, combine = _OPS[op]
-        if self._is_small(flat):
-            first, *others = self._exchange(flat.view(torch.uint8)).view(flat.dtype)
-            # In rank order, so that every replica gets the same bits.
-            return functools.reduce(combine, others, first)
-        self._wait(lambda: self._group.allreduce([flat], options))
-        return flat
-
     def _is_small(self, data: torch.Tensor) -> bool:
         return bool(self.device.type == "cpu" and self.size * data.nbytes <= _SMALL_BYTES)
 
@@ -164,12 +193,42 @@ class Group:
         return every.view(self.size, -1)
 
     def _wait(self, start: Callable[[], Any]) -> None:
-        try:
-            start().wait()
-        except RuntimeError as error:
-            raise PeerLostError(
-                f"Another process of the group is gone, or does not answer: {error}"
-            ) from error
+        _finished(_started(start))
+
+
+class PendingReduce:
+    """A sum over replicas that is under way."""
+
+    def __init__(self, flat: torch.Tensor, work: Any, every: torch.Tensor | None = None) -> None:
+        """`every`: receives the tensors of all replicas, to be summed here."""
+        self._flat = flat
+        self._work = work
+        self._every = every
+
+    def wait(self) -> None:
+        """Have the tensor hold the sum; on a GPU, for what is computed after this call."""
+        _finished(self._work)
+        if self._every is not None:
+            # In rank order, so that every replica gets the same bits.
+            self._flat.copy_(functools.reduce(torch.add, self._every))
+
+
+def _started(start: Callable[..., Any], *args: Any) -> Any:
+    try:
+        return start(*args)
+    except RuntimeError as error:
+        raise _lost(error) from error
+
+
+def _finished(work: Any) -> None:
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise _lost(error) from error
+
+
+def _lost(error: RuntimeError) -> PeerLostError:
+    return PeerLostError(f"Another process of the group is gone, or does not answer: {error}")
 
 
 class TorchCollectives:

@@ -98,6 +98,7 @@ class TorchTrainer:
     def release(self) -> None:
         replicated.discard(self)
         self._copy.replication.release()
+        self._copy.buckets.clear()
         unbind(self._model, *_STEPS, "_symbolic_build", "_initialize_ddp")
         forget_torch_functions(self._model)
         self._peers.release()

@@ -158,6 +158,7 @@ class WorkerPeers:
         self._pool.send("model", self._number, data, copy.sync_batch_norm, seed)
         self._sent, self._sent_to = data, self._pool.workers
         copy.changes.forget()
+        copy.buckets.clear()  # Workers begin without.
 
 
 class WorkerPool:
