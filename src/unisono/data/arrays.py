@@ -58,11 +58,40 @@ def _changing(plain: Callable[..., Any]) -> Callable[..., Any]:
 _patch = Patch(lambda: data_adapters, "get_data_adapter", _changing)
 
 
-class SharedArrays(DataAdapter):
+class WrappedArrays(DataAdapter):
+    """Keras' adapter of arrays, whose batches are read in another way."""
+
+    def __init__(self, arrays: ArrayDataAdapter) -> None:
+        self.arrays = arrays
+
+    def on_epoch_begin(self) -> None:
+        self.arrays.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        self.arrays.on_epoch_end()
+
+    @property
+    def num_batches(self) -> Any:
+        return self.arrays.num_batches
+
+    @property
+    def batch_size(self) -> Any:
+        return self.arrays.batch_size
+
+    @property
+    def has_partial_batch(self) -> Any:
+        return self.arrays.has_partial_batch
+
+    @property
+    def partial_batch_size(self) -> Any:
+        return self.arrays.partial_batch_size
+
+
+class SharedArrays(WrappedArrays):
     """Keras' adapter of arrays, of which one process reads its share."""
 
     def __init__(self, arrays: ArrayDataAdapter, feed: Feed) -> None:
-        self.arrays = arrays
+        super().__init__(arrays)
         self.feed = feed
         self._fields = fields = fields_of(arrays)
         self.order = ArrayDataAdapter(
@@ -88,14 +117,9 @@ class SharedArrays(DataAdapter):
         for indices in self.order.get_jax_iterator():
             yield self.share(inputs, np.asarray(indices), convert)
 
-    def get_torch_dataloader(self) -> "_Loader":
-        def convert(sliceable: Any, rows: Any) -> Any:
-            found = sliceable.convert_to_torch_compatible(sliceable[rows])
-            return keras.ops.convert_to_tensor(found)
-
-        inputs = convert_to_sliceable(self._fields.inputs, target_backend="torch")
-        loader = self.order.get_torch_dataloader()
-        return _Loader(loader, lambda found: self.share(inputs, found.cpu().numpy(), convert))
+    def get_torch_dataloader(self) -> Any:
+        batches = importlib.import_module("unisono.backends.torch.batches")
+        return batches.shared_loader(self)
 
     def get_tf_dataset(self) -> Any:
         feed = importlib.import_module("unisono.backends.tensorflow.feed")
@@ -114,28 +138,6 @@ class SharedArrays(DataAdapter):
         checksum = short(zlib.crc32(indices.tobytes(), self.values))
         return Shard(data, len(indices), is_replicated, checksum)
 
-    def on_epoch_begin(self) -> None:
-        self.arrays.on_epoch_begin()
-
-    def on_epoch_end(self) -> None:
-        self.arrays.on_epoch_end()
-
-    @property
-    def num_batches(self) -> Any:
-        return self.arrays.num_batches
-
-    @property
-    def batch_size(self) -> Any:
-        return self.arrays.batch_size
-
-    @property
-    def has_partial_batch(self) -> Any:
-        return self.arrays.has_partial_batch
-
-    @property
-    def partial_batch_size(self) -> Any:
-        return self.arrays.partial_batch_size
-
 
 def _checksum_of_some(arrays: Any) -> int:
     """A checksum of evenly spread rows of some arrays, whatever their kinds."""
@@ -146,20 +148,6 @@ def _checksum_of_some(arrays: Any) -> int:
         except (TypeError, ValueError, LookupError, AttributeError, RuntimeError):
             continue  # Sparse or ragged: the number of rows is compared, and the dense arrays.
     return short(total)
-
-
-class _Loader:
-    """A loader of row numbers as a loader of rows; it can be iterated again."""
-
-    def __init__(self, loader: Any, convert: Callable[[Any], Shard]) -> None:
-        self._loader = loader
-        self._convert = convert
-
-    def __iter__(self) -> Iterator[Shard]:
-        return map(self._convert, self._loader)
-
-    def __len__(self) -> int:
-        return len(self._loader)
 
 
 def serving(feed: Feed) -> AbstractContextManager[None]:

@@ -10,6 +10,7 @@ from typing import Any, cast
 import keras
 import torch
 
+from unisono.backends.torch.batches import to_device
 from unisono.backends.torch.buckets import GradientBuckets
 from unisono.backends.torch.devices import default_device
 from unisono.backends.torch.native_optimizers import hooked
@@ -77,7 +78,7 @@ class ModelCopy:
 
         def repeated(times: int) -> Any:
             return keras.tree.map_structure(
-                lambda leaf: (
+                lambda leaf: to_device(
                     torch.cat([leaf[:count]] * times) if has_rows(leaf, num_rows) else leaf
                 ),
                 data,

@@ -6,6 +6,7 @@ bind to one address: loopback, unless the processes are on several nodes. Only t
 here: a process joins its run while its import of Keras is still under way.
 """
 
+import atexit
 import datetime
 import functools
 import math
@@ -70,6 +71,8 @@ class Group:
         store = dist.PrefixStore(name, self._store) if name else self._store
         try:
             if self.device.type == "cuda":
+                # A thread of torch would ask the store every second, which may be in Python.
+                os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
                 return dist.ProcessGroupNCCL(store, self.rank, self.size, _TIMEOUT)
             options = dist.ProcessGroupGloo._Options()
             options._timeout = _TIMEOUT
@@ -77,6 +80,23 @@ class Group:
             return dist.ProcessGroupGloo(store, self.rank, self.size, options)
         except RuntimeError as error:
             raise PeerLostError(f"The processes did not find each other: {error}") from error
+
+    def abort(self) -> None:
+        """Have collectives return that wait for a process that is gone; from any thread.
+
+        Those of gloo fail by themselves. NCCL's would keep the GPU, and whoever waits for it.
+        """
+        for each in self._communicators():
+            each.abort()
+
+    def close(self) -> None:
+        """End the communicators; no collective may follow."""
+        for each in self._communicators():
+            each.shutdown()
+
+    def _communicators(self) -> list[Any]:
+        found = (self._group, self._in_background) if self.device.type == "cuda" else ()
+        return [each for each in found if each is not None]
 
     def start_all_reduce(self, flat: torch.Tensor) -> "PendingReduce":
         """Begin to sum a contiguous tensor over the replicas, in place, and return at once.
@@ -302,6 +322,11 @@ def join(world: World) -> None:
     # NCCL would choose an interface by itself; gloo is given the address.
     if _NCCL_INTERFACE not in os.environ and (interface := interface_of(world.host)):
         os.environ[_NCCL_INTERFACE] = f"={interface}"
+    # torchrun and srun show all GPUs to every process, and Keras uses the current one. Setting it
+    # starts CUDA, which is for the program to do.
+    own = world.topology.local_rank
+    if 1 < torch.cuda.device_count() > own:
+        torch.cuda._lazy_call(lambda: torch.cuda.set_device(own))
 
 
 def world_group(ranks: Sequence[int] | None = None) -> Group:
@@ -316,6 +341,12 @@ def world_group(ranks: Sequence[int] | None = None) -> Group:
     if members not in _groups:
         _groups[members] = _make_group(members, world)
     return _groups[members]
+
+
+@atexit.register
+def _close_groups() -> None:
+    for group in _groups.values():
+        group.close()
 
 
 def _make_group(members: tuple[int, ...], world: World) -> Group:
