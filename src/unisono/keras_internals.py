@@ -163,7 +163,8 @@ class ArrayFields(NamedTuple):
     inputs: Any
     num_samples: int
     batch_size: int
-    shuffle: bool
+    shuffle: bool | str
+    """"batch": the rows of each batch among themselves, in an order drawn when it is read."""
 
 
 def fields_of(adapter: Any) -> ArrayFields:

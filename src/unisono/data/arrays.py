@@ -57,11 +57,40 @@ def _changing(plain: Callable[..., Any]) -> Callable[..., Any]:
 _patch = Patch(lambda: data_adapters, "get_data_adapter", _changing)
 
 
-class ShardedArrays(DataAdapter):
+class WrappedArrays(DataAdapter):
+    """Keras' adapter of arrays, whose batches are read in another way."""
+
+    def __init__(self, arrays: ArrayDataAdapter) -> None:
+        self.arrays = arrays
+
+    def on_epoch_begin(self) -> None:
+        self.arrays.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        self.arrays.on_epoch_end()
+
+    @property
+    def num_batches(self) -> Any:
+        return self.arrays.num_batches
+
+    @property
+    def batch_size(self) -> Any:
+        return self.arrays.batch_size
+
+    @property
+    def has_partial_batch(self) -> Any:
+        return self.arrays.has_partial_batch
+
+    @property
+    def partial_batch_size(self) -> Any:
+        return self.arrays.partial_batch_size
+
+
+class ShardedArrays(WrappedArrays):
     """Keras' adapter of arrays, of which one process reads its shard."""
 
     def __init__(self, arrays: ArrayDataAdapter, feed: Feed) -> None:
-        self.arrays = arrays
+        super().__init__(arrays)
         self.feed = feed
         self._fields = fields = fields_of(arrays)
         self.order = ArrayDataAdapter(
@@ -87,18 +116,13 @@ class ShardedArrays(DataAdapter):
         for indices in self.order.get_jax_iterator():
             yield self.shard(inputs, np.asarray(indices), convert)
 
-    def get_torch_dataloader(self) -> "_Loader":
-        def convert(sliceable: Any, rows: Any) -> Any:
-            found = sliceable.convert_to_torch_compatible(sliceable[rows])
-            return keras.ops.convert_to_tensor(found)
-
-        inputs = convert_to_sliceable(self._fields.inputs, target_backend="torch")
-        loader = self.order.get_torch_dataloader()
-        return _Loader(loader, lambda found: self.shard(inputs, found.cpu().numpy(), convert))
+    def get_torch_dataloader(self) -> Any:
+        assert self.feed.batches_of is not None
+        return self.feed.batches_of(self)
 
     def get_tf_dataset(self) -> Any:
-        assert self.feed.dataset_of is not None
-        return self.feed.dataset_of(self)
+        assert self.feed.batches_of is not None
+        return self.feed.batches_of(self)
 
     def shard(self, inputs: Any, indices: Any, convert: Callable[[Any, Any], Any]) -> Shard:
         """This process' rows of a global batch that has the rows of these numbers."""
@@ -113,28 +137,6 @@ class ShardedArrays(DataAdapter):
         checksum = short(zlib.crc32(indices.tobytes(), self.values))
         return Shard(data, len(indices), is_replicated, checksum)
 
-    def on_epoch_begin(self) -> None:
-        self.arrays.on_epoch_begin()
-
-    def on_epoch_end(self) -> None:
-        self.arrays.on_epoch_end()
-
-    @property
-    def num_batches(self) -> Any:
-        return self.arrays.num_batches
-
-    @property
-    def batch_size(self) -> Any:
-        return self.arrays.batch_size
-
-    @property
-    def has_partial_batch(self) -> Any:
-        return self.arrays.has_partial_batch
-
-    @property
-    def partial_batch_size(self) -> Any:
-        return self.arrays.partial_batch_size
-
 
 def _checksum_of_some(arrays: Any) -> int:
     """A checksum of evenly spread rows of some arrays, whatever their kinds."""
@@ -145,20 +147,6 @@ def _checksum_of_some(arrays: Any) -> int:
         except (TypeError, ValueError, LookupError, AttributeError, RuntimeError):
             continue  # Sparse or ragged: the number of rows is compared, and the dense arrays.
     return short(total)
-
-
-class _Loader:
-    """A loader of row numbers as a loader of rows; it can be iterated again."""
-
-    def __init__(self, loader: Any, convert: Callable[[Any], Shard]) -> None:
-        self._loader = loader
-        self._convert = convert
-
-    def __iter__(self) -> Iterator[Shard]:
-        return map(self._convert, self._loader)
-
-    def __len__(self) -> int:
-        return len(self._loader)
 
 
 def serving(feed: Feed) -> AbstractContextManager[None]:

@@ -46,7 +46,7 @@ class Feed:
 
     `needs_even_shards`: a batch that does not divide by the processes is given to each of them.
     `rows_between(leaf, start, stop)` takes rows of what cannot be indexed, too.
-    `dataset_of(arrays)` is what Keras on TensorFlow reads a `ShardedArrays` by.
+    `batches_of(arrays)` is what Keras on TensorFlow and torch reads a `ShardedArrays` by.
     """
 
     def __init__(
@@ -55,10 +55,10 @@ class Feed:
         *,
         needs_even_shards: bool,
         rows_between: Callable[[Any, int, int], Any] = lambda leaf, start, stop: leaf[start:stop],
-        dataset_of: Callable[[Any], Any] | None = None,
+        batches_of: Callable[[Any], Any] | None = None,
     ) -> None:
         self.world = world
-        self.dataset_of = dataset_of
+        self.batches_of = batches_of
         self._needs_even_shards = needs_even_shards
         self._rows_between = rows_between
         self._calls: list[_Call] = []

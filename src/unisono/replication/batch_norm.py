@@ -33,18 +33,24 @@ def synchronize_moments(layer: Any, current: Callable[[], Any]) -> None:
         replica = current()
         if replica is None:
             return local_moments(layer, inputs, mask)
-        weights = _weights(inputs, mask, may_be_empty=replica.may_be_empty)
-        own = ops.stack(_own_statistics(inputs, weights, reduction_axes(layer)))
-        every = replica.stack(own)
-        counts, means, distances = every[:, 0], every[:, 1], every[:, 2]
-        total = ops.sum(counts, axis=0)
-        # Keras adds epsilon to the count of a masked batch, which may be zero.
-        total = total if mask is None else total + keras.backend.epsilon()
-        mean = ops.sum(counts * means, axis=0) / total
-        spread = ops.sum(distances + counts * ops.square(means - mean), axis=0)
-        return mean, spread / total
+        found: tuple[Any, Any] = replica.moments(inputs, mask, reduction_axes(layer))
+        return found
 
     bind(layer, MOMENTS, moments)
+
+
+def merged_moments(replica: Any, inputs: Any, mask: Any, axes: list[int]) -> tuple[Any, Any]:
+    """Mean and variance over all replicas, from each one's count, mean and squared distances."""
+    weights = _weights(inputs, mask, may_be_empty=replica.may_be_empty)
+    own = ops.stack(_own_statistics(inputs, weights, axes))
+    every = replica.stack(own)
+    counts, means, distances = every[:, 0], every[:, 1], every[:, 2]
+    total = ops.sum(counts, axis=0)
+    # Keras adds epsilon to the count of a masked batch, which may be zero.
+    total = total if mask is None else total + keras.backend.epsilon()
+    mean = ops.sum(counts * means, axis=0) / total
+    spread = ops.sum(distances + counts * ops.square(means - mean), axis=0)
+    return mean, spread / total
 
 
 def keep_moments_local(layer: Any) -> None:

@@ -100,6 +100,9 @@ class Replica(Protocol):
     def with_global_gradient(self, loss: Any) -> Any:
         """The same value; its gradient undoes the weighting by share."""
 
+    def moments(self, x: Any, mask: Any, axes: list[int]) -> tuple[Any, Any]:
+        """Mean and variance of the inputs of a batch norm over the rows of all replicas."""
+
     def stack(self, x: Any) -> Any:
         """x of every replica along a new first axis, differentiably."""
 
@@ -186,7 +189,7 @@ def scale_loss(replica: Replica, optimizer: Any, plain: Callable[..., Any], loss
     # one device all the way, and in half precision overflow where they do there.
     replica.state.weighted_optimizers.add(id(optimizer))
     scaled = loss if replica.state.trial is not None else plain(loss)
-    return scaled * ops.cast(gradient_weight(replica, optimizer), loss.dtype)
+    return _times(scaled, gradient_weight(replica, optimizer))
 
 
 def add_loss(replica: Replica, layer: Any, plain: Callable[..., Any], loss: Any) -> Any:
@@ -201,8 +204,8 @@ def term(replica: Replica, loss: Any, kind: str = MEAN) -> Any:
     is_base_sum = replica.state.kinds is not None and replica.state.kinds.base == SUM
     if loss is None or is_sum == is_base_sum:
         return loss
-    scale = ops.cast(replica.sum_scale, loss.dtype)
-    return loss * scale if is_sum else loss / scale
+    scale = replica.sum_scale
+    return _times(loss, scale if is_sum else 1.0 / scale)
 
 
 def start_metrics(metrics: Iterable[Any], state: StepState) -> None:
@@ -264,7 +267,7 @@ def mean(replica: Replica, value: Any) -> Any:
     value = ops.convert_to_tensor(value)
     if not keras.backend.is_float_dtype(keras.backend.standardize_dtype(value.dtype)):
         return value
-    total: Any = replica.all_reduce([value * ops.cast(replica.share, value.dtype)])[0]
+    total: Any = replica.all_reduce([_times(value, replica.share)])[0]
     return total
 
 
@@ -275,7 +278,7 @@ def sum_as_mean(replica: Replica, value: Any, kind: str | None) -> Any:
     value = ops.convert_to_tensor(value)
     is_float = keras.backend.is_float_dtype(keras.backend.standardize_dtype(value.dtype))
     value = value if is_float else ops.cast(value, "float32")
-    return value * ops.cast(replica.sum_scale, value.dtype)
+    return _times(value, replica.sum_scale)
 
 
 def _sums_as_means(replica: Replica, kinds: Sequence[str | None], structure: Any) -> Any:
@@ -323,6 +326,11 @@ def some_of(gradient: Any) -> Any:
 
 def _sum_of_parts(replica: Replica, value: Any) -> Any:
     return replica.all_reduce([value])[0]
+
+
+def _times(value: Any, factor: Any) -> Any:
+    """A number stays one: as a tensor it would be copied to a GPU while the host waits."""
+    return value * (factor if isinstance(factor, float) else ops.cast(factor, value.dtype))
 
 
 def _rank(leaf: Any) -> int:

@@ -55,7 +55,7 @@ class ProcessTrainer(Trainer):
         self._changes = ChangeTracker(group_of())
         self._hooked_optimizers: list[Any] = []
         self.feed = Feed(
-            world, needs_even_shards=False, rows_between=rows_between, dataset_of=ArrayShards
+            world, needs_even_shards=False, rows_between=rows_between, batches_of=ArrayShards
         )
         super().__init__(model, placement, sync_batch_norm=sync_batch_norm)
 

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from unisono.backends.tensorflow.collectives import Group
 from unisono.data.shards import shard_bounds
+from unisono.replication.batch_norm import merged_moments
 from unisono.replication.step import StepState, not_reduced_error
 
 COMPOSITES = (tf.RaggedTensor, tf.SparseTensor)
@@ -144,6 +145,9 @@ class TensorFlowReplica:
     def with_global_gradient(self, loss: Any) -> Any:
         scaled = loss * tf.cast(self.sum_scale, loss.dtype)
         return scaled + tf.stop_gradient(loss - scaled)
+
+    def moments(self, x: Any, mask: Any, axes: list[int]) -> tuple[Any, Any]:
+        return merged_moments(self, x, mask, axes)
 
     def stack(self, x: Any) -> Any:
         own = tf.one_hot(self._index, self._num_replicas, dtype=x.dtype)

@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import torch
 
+from unisono.backends.torch.batches import to_device
 from unisono.backends.torch.cpu_layers import chosen_layers
 from unisono.backends.torch.devices import default_device
 from unisono.backends.torch.native_optimizers import reduce_in_place
@@ -54,16 +55,15 @@ class TorchLoop:
     def split(self, batch: Any, num_rows: int) -> Any:
         self._finish()
         group = self._group_or_none()
-        device = default_device()
-        batch = keras.tree.map_structure(lambda leaf: torch.as_tensor(leaf).to(device), batch)
+        batch = keras.tree.map_structure(torch.as_tensor, batch)
         if group is None:
-            return batch
+            return keras.tree.map_structure(_put, batch)
         is_replicated = num_rows < group.size
         replica = TorchReplica(group, num_rows, is_replicated=is_replicated)
         self._replication.start(replica)
         set_current(replica)
         rows = slice(None) if is_replicated else own_rows(num_rows, group)
-        return keras.tree.map_structure(lambda leaf: leaf[rows], batch)
+        return keras.tree.map_structure(lambda leaf: _put(leaf[rows]), batch)
 
     def end_epoch(self) -> None:
         self._finish()
@@ -192,6 +192,11 @@ def _parameters(what: Any) -> list[torch.Tensor] | None:
     parts = [v.value if isinstance(v, keras.Variable) else v for v in what]
     is_parameter = [isinstance(part, torch.nn.Parameter) for part in parts]
     return parts if any(is_parameter) else None
+
+
+def _put(leaf: torch.Tensor) -> torch.Tensor:
+    placed: torch.Tensor = to_device(leaf).to(default_device())
+    return placed
 
 
 def _check(value: Any) -> None:

@@ -18,6 +18,7 @@ from unisono.backends.torch.model_pickle import replicated_variables
 from unisono.devices import Placement, simulated_gpus
 from unisono.devices.locations import Location, location, names_of, num_bytes_of
 from unisono.keras_internals import torch_device
+from unisono.replication.introspection import leaf_metrics
 
 _CPU = "cpu:0"
 # By storage, which a variable shares with the tensor that it is made from. The weak reference keeps
@@ -33,18 +34,13 @@ def default_device() -> torch.device:
     return torch.device(torch_device())
 
 
-def as_tensor(leaf: Any) -> Any:
-    if leaf is None or isinstance(leaf, torch.Tensor):
-        return leaf
-    return keras.ops.convert_to_tensor(leaf)
-
-
 def move_to(model: keras.Model, placement: Placement) -> None:
     """Make the first GPU of a placement this process' device, and move the model to it."""
     if placement.kind != "gpu":
         return
     torch.cuda.set_device(placement.indices[0])
-    for variable in replicated_variables(model):
+    metrics = [variable for metric in leaf_metrics(model) for variable in metric.variables]
+    for variable in [*replicated_variables(model), *metrics]:
         if variable._value is not None:
             variable._value.data = variable._value.data.to(f"cuda:{placement.indices[0]}")
 

@@ -10,6 +10,8 @@ from typing import Any, cast
 import keras
 import torch
 
+from unisono.backends.torch.batches import to_device
+from unisono.backends.torch.buckets import GradientBuckets
 from unisono.backends.torch.devices import default_device
 from unisono.backends.torch.native_optimizers import hooked
 from unisono.backends.torch.process_group import Group
@@ -40,6 +42,7 @@ class ModelCopy:
             model, current_replica, sync_batch_norm=sync_batch_norm, kernels=kernels
         )
         self.changes = ChangeTracker()
+        self.buckets = GradientBuckets(model)
 
     @property
     def is_built(self) -> bool:
@@ -48,10 +51,24 @@ class ModelCopy:
     def run_step(self, name: str, data: Any, replica: TorchReplica) -> Any:
         """Run a step on a replica's rows; returns its logs, or the predictions for all rows."""
         with hooked(), stepping(replica):
+            if name == "train_step" and replica.state.trial is None:
+                return self._run_train_step(data, replica)
             if name != "predict_step":
                 return self.replication.run(name, data)
             outputs = original(self.model, name)(data)
             return keras.tree.map_structure(replica.gather_rows, outputs)
+
+    def _run_train_step(self, data: Any, replica: TorchReplica) -> Any:
+        state, buckets = replica.state, self.buckets
+        buckets.begin_step(replica.group, lambda: bool(state.weighted_optimizers))
+        replica.buckets = buckets
+        try:
+            logs = self.replication.run("train_step", data)
+        except BaseException:
+            buckets.clear()  # Without a wait for other replicas, which may be gone.
+            raise
+        buckets.end_step()
+        return logs
 
     def find_kinds(self, name: str, data: Any) -> LossKinds:
         """Try a step, to learn whether its losses are means or sums over rows: see loss_check."""
@@ -61,7 +78,7 @@ class ModelCopy:
 
         def repeated(times: int) -> Any:
             return keras.tree.map_structure(
-                lambda leaf: (
+                lambda leaf: to_device(
                     torch.cat([leaf[:count]] * times) if has_rows(leaf, num_rows) else leaf
                 ),
                 data,
@@ -137,8 +154,14 @@ class _Twins:
     def all_reduce(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [tensor.detach() * self.size for tensor in tensors]
 
+    def all_reduce_flat(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat.detach() * self.size
+
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         return [tensor.detach()] * self.size
+
+    def stack(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self.all_gather(tensor))
 
     def gather_rows(self, tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
         return self.all_gather(tensor)

@@ -117,6 +117,11 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc, unused-ignore]
         if isinstance(obj, KerasSaveable):
             make = _blank_functional if isinstance(obj, Functional) else _blank
             return make, (type(obj),), dict(_attributes(obj)), None, None, _set_attributes
+        if isinstance(obj, torch.Tensor) and obj.device.type == "cuda":
+            # A worker sees one GPU, by another number.
+            return _on_own_device, (obj.detach().cpu(), type(obj), obj.requires_grad)
+        if isinstance(obj, torch.device) and obj.type == "cuda":
+            return torch.device, ("cuda",)
         if isinstance(obj, DynamicBackend):
             return DynamicBackend, (obj._backend,)
         if isinstance(obj, _TRACKED):
@@ -184,6 +189,13 @@ def _blank_functional(cls: type) -> Any:
     if not issubclass(cls, Functional):
         inject_functional_model_class(cls)
     return _blank(cls)
+
+
+def _on_own_device(tensor: torch.Tensor, kind: type, requires_grad: bool) -> torch.Tensor:
+    own = tensor.to(torch_device())
+    if issubclass(kind, torch.nn.Parameter):
+        return torch.nn.Parameter(own, requires_grad)
+    return own.requires_grad_(requires_grad)
 
 
 def _set_attributes(obj: Any, attributes: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ bind to one address: loopback, unless the processes are on several nodes. Only t
 here: a process joins its run while its import of Keras is still under way.
 """
 
+import atexit
 import datetime
 import functools
 import math
@@ -60,17 +61,60 @@ class Group:
         self.size = size
         self.device = device
         self._store = store  # torch does not keep a store alive that is written in Python.
-        self._group: Any
+        self._sockets: Any = None
+        if device.type == "cpu":
+            self._sockets = dist.ProcessGroupGloo.create_device(hostname=host)
+        self._group = self._communicator("")
+        self._in_background: Any = None
+
+    def _communicator(self, name: str) -> Any:
+        store = dist.PrefixStore(name, self._store) if name else self._store
         try:
-            if device.type == "cuda":
-                self._group = dist.ProcessGroupNCCL(store, rank, size, _TIMEOUT)
-            else:
-                options = dist.ProcessGroupGloo._Options()
-                options._timeout = _TIMEOUT
-                options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-                self._group = dist.ProcessGroupGloo(store, rank, size, options)
+            if self.device.type == "cuda":
+                # A thread of torch would ask the store every second, which may be in Python.
+                os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+                return dist.ProcessGroupNCCL(store, self.rank, self.size, _TIMEOUT)
+            options = dist.ProcessGroupGloo._Options()
+            options._timeout = _TIMEOUT
+            options._devices = [self._sockets]
+            return dist.ProcessGroupGloo(store, self.rank, self.size, options)
         except RuntimeError as error:
             raise PeerLostError(f"The processes did not find each other: {error}") from error
+
+    def abort(self) -> None:
+        """Have collectives return that wait for a process that is gone; from any thread.
+
+        Those of gloo fail by themselves. NCCL's would keep the GPU, and whoever waits for it.
+        """
+        for each in self._communicators():
+            each.abort()
+
+    def close(self) -> None:
+        """End the communicators; no collective may follow."""
+        for each in self._communicators():
+            each.shutdown()
+
+    def _communicators(self) -> list[Any]:
+        found = (self._group, self._in_background) if self.device.type == "cuda" else ()
+        return [each for each in found if each is not None]
+
+    def start_all_reduce(self, flat: torch.Tensor) -> "PendingReduce":
+        """Begin to sum a contiguous tensor over the replicas, in place, and return at once.
+
+        By a communicator of its own: replicas may begin a sum before or after the collectives of
+        a layer (a branch that has no gradient on some of them), but not in another order among
+        themselves.
+        """
+        if self._in_background is None:
+            self._in_background = self._communicator("background")
+        if not self._is_small(flat):
+            options = dist.AllreduceOptions()
+            options.reduceOp = dist.ReduceOp.SUM
+            return PendingReduce(flat, _started(self._in_background.allreduce, [flat], options))
+        every = flat.new_empty((self.size, flat.numel()))
+        own, result = flat.repeat(self.size).view(torch.uint8), every.view(-1).view(torch.uint8)
+        work = _started(self._in_background.alltoall_base, result, own, [], [])
+        return PendingReduce(flat, work, every)
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], op: str = "sum") -> list[torch.Tensor]:
         """Reduce each tensor over the replicas by one of `_OPS`; a collective per data type."""
@@ -80,24 +124,39 @@ class Group:
             by_type.setdefault(tensor.dtype, []).append(i)
         for places in by_type.values():
             flat = torch.cat([tensors[i].detach().reshape(-1) for i in places])
-            parts = self._reduce_flat(flat, op).split([tensors[i].numel() for i in places])
+            parts = self.all_reduce_flat(flat, op).split([tensors[i].numel() for i in places])
             for i, part in zip(places, parts, strict=True):
                 results[i] = part.view(tensors[i].shape)
         return results
 
+    def all_reduce_flat(self, flat: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        """Reduce one vector over the replicas, which may be overwritten."""
+        options = dist.AllreduceOptions()
+        options.reduceOp, combine = _OPS[op]
+        if self._is_small(flat):
+            first, *others = self._exchange(flat.view(torch.uint8)).view(flat.dtype)
+            # In rank order, so that every replica gets the same bits.
+            return functools.reduce(combine, others, first)
+        self._wait(lambda: self._group.allreduce([flat], options))
+        return flat
+
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The tensor of every replica, all of one shape."""
+        return list(self.stack(tensor))
+
+    def stack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensors of all replicas, all of one shape, along a new first axis."""
         own = tensor.detach().contiguous()
         if not own.numel():
-            return [own.clone() for _ in range(self.size)]
+            return own.new_empty((self.size, *own.shape))
         # As bytes: gloo cannot gather booleans and some small types.
         data = own.reshape(-1).view(torch.uint8)
         if self._is_small(data):
-            parts = list(self._exchange(data))
+            every = self._exchange(data)
         else:
-            parts = [torch.empty_like(data) for _ in range(self.size)]
-            self._wait(lambda: self._group.allgather([parts], [data]))
-        return [part.view(own.dtype).view(own.shape) for part in parts]
+            every = data.new_empty(self.size * data.numel())
+            self._wait(lambda: self._group._allgather_base(every, data))
+        return every.view(-1).view(own.dtype).view(self.size, *own.shape)
 
     def concatenate(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
         """The tensors of all replicas joined along an axis, on which they may differ in length."""
@@ -144,16 +203,6 @@ class Group:
         # Not the group's own: NCCL's guesses the device, and does not block the program.
         self.gather_sizes(0)
 
-    def _reduce_flat(self, flat: torch.Tensor, op: str) -> torch.Tensor:
-        options = dist.AllreduceOptions()
-        options.reduceOp, combine = _OPS[op]
-        if self._is_small(flat):
-            first, *others = self._exchange(flat.view(torch.uint8)).view(flat.dtype)
-            # In rank order, so that every replica gets the same bits.
-            return functools.reduce(combine, others, first)
-        self._wait(lambda: self._group.allreduce([flat], options))
-        return flat
-
     def _is_small(self, data: torch.Tensor) -> bool:
         return bool(self.device.type == "cpu" and self.size * data.nbytes <= _SMALL_BYTES)
 
@@ -164,12 +213,42 @@ class Group:
         return every.view(self.size, -1)
 
     def _wait(self, start: Callable[[], Any]) -> None:
-        try:
-            start().wait()
-        except RuntimeError as error:
-            raise PeerLostError(
-                f"Another process of the group is gone, or does not answer: {error}"
-            ) from error
+        _finished(_started(start))
+
+
+class PendingReduce:
+    """A sum over replicas that is under way."""
+
+    def __init__(self, flat: torch.Tensor, work: Any, every: torch.Tensor | None = None) -> None:
+        """`every`: receives the tensors of all replicas, to be summed here."""
+        self._flat = flat
+        self._work = work
+        self._every = every
+
+    def wait(self) -> None:
+        """Have the tensor hold the sum; on a GPU, for what is computed after this call."""
+        _finished(self._work)
+        if self._every is not None:
+            # In rank order, so that every replica gets the same bits.
+            self._flat.copy_(functools.reduce(torch.add, self._every))
+
+
+def _started(start: Callable[..., Any], *args: Any) -> Any:
+    try:
+        return start(*args)
+    except RuntimeError as error:
+        raise _lost(error) from error
+
+
+def _finished(work: Any) -> None:
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise _lost(error) from error
+
+
+def _lost(error: RuntimeError) -> PeerLostError:
+    return PeerLostError(f"Another process of the group is gone, or does not answer: {error}")
 
 
 class TorchCollectives:
@@ -243,6 +322,11 @@ def join(world: World) -> None:
     # NCCL would choose an interface by itself; gloo is given the address.
     if _NCCL_INTERFACE not in os.environ and (interface := interface_of(world.host)):
         os.environ[_NCCL_INTERFACE] = f"={interface}"
+    # torchrun and srun show all GPUs to every process, and Keras uses the current one. Setting it
+    # starts CUDA, which is for the program to do.
+    own = world.topology.local_rank
+    if 1 < torch.cuda.device_count() > own:
+        torch.cuda._lazy_call(lambda: torch.cuda.set_device(own))
 
 
 def world_group(ranks: Sequence[int] | None = None) -> Group:
@@ -257,6 +341,12 @@ def world_group(ranks: Sequence[int] | None = None) -> Group:
     if members not in _groups:
         _groups[members] = _make_group(members, world)
     return _groups[members]
+
+
+@atexit.register
+def _close_groups() -> None:
+    for group in _groups.values():
+        group.close()
 
 
 def _make_group(members: tuple[int, ...], world: World) -> Group:

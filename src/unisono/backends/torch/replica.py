@@ -12,9 +12,12 @@ from typing import Any
 import keras
 import torch
 
+from unisono.backends.torch.batch_norm import global_moments
+from unisono.backends.torch.buckets import GradientBuckets
 from unisono.backends.torch.process_group import Group
 from unisono.data.shards import shard_bounds, share_sizes
 from unisono.errors import StrategyError
+from unisono.replication.batch_norm import merged_moments
 from unisono.replication.step import StepState, not_reduced_error
 
 _current: "TorchReplica | None" = None
@@ -30,6 +33,8 @@ class TorchReplica:
         """`num_rows`: of the global batch. `is_replicated`: every replica runs all of its rows."""
         self.state = StepState()
         self.group = group
+        self.buckets: GradientBuckets | None = None
+        """Those in which this step's gradients are reduced while backward runs, if any."""
         self.num_rows = num_rows
         self._is_replicated = is_replicated
         self._sizes = share_sizes(num_rows, group.size)
@@ -57,6 +62,13 @@ class TorchReplica:
         scaled = loss / self.share
         return scaled + (loss - scaled).detach()
 
+    def moments(
+        self, x: torch.Tensor, mask: Any, axes: list[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if mask is not None:
+            return merged_moments(self, x, mask, axes)
+        return global_moments(x, axes, self)
+
     def stack(self, x: torch.Tensor) -> torch.Tensor:
         stacked: torch.Tensor = _Stack.apply(x, self)
         return stacked
@@ -70,6 +82,18 @@ class TorchReplica:
         variables: Sequence[Any],
         weight: float,
     ) -> list[torch.Tensor | None]:
+        if self.buckets is not None and weight == 1.0:
+            return self.buckets.reduce(gradients, variables, self._reduce_now)
+        return self._reduce_now(gradients, variables, weight)
+
+    def _reduce_now(
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        variables: Sequence[Any],
+        weight: float = 1.0,
+    ) -> list[torch.Tensor | None]:
+        if not gradients:
+            return []
         # A gradient may exist on some replicas only (a branch that depends on the data).
         is_missing = [gradient is None for gradient in gradients]
         own = [
@@ -77,8 +101,12 @@ class TorchReplica:
             for gradient, variable in zip(gradients, variables, strict=True)
         ]
         if weight != 1.0:
-            own = [gradient * weight for gradient in own]
-        flags = torch.tensor(is_missing, dtype=torch.float32, device=self.group.device)
+            own = list(torch._foreach_mul(own, weight))
+        # Each flag is a number of a kernel launch: a list would be copied while the host waits.
+        flags = torch.zeros(len(own), device=self.group.device)
+        for place, is_one in enumerate(is_missing):
+            if is_one:
+                flags[place].fill_(1.0)
         *sums, num_missing = self.group.all_reduce([*own, flags])
         # Optimizers of sparse gradients take no others.
         sums = [
@@ -166,7 +194,8 @@ class _Stack(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, replica: TorchReplica) -> torch.Tensor:
         ctx.replica = replica
-        return torch.stack(replica.group.all_gather(x))
+        stacked: torch.Tensor = replica.group.stack(x)
+        return stacked
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -15,8 +15,9 @@ from typing import Any, Protocol
 import keras
 import torch
 
+from unisono.backends.torch.batches import on_host, sharded_loader, to_device
 from unisono.backends.torch.cpu_layers import chosen_layers
-from unisono.backends.torch.devices import as_tensor, generators, move_to, replicated
+from unisono.backends.torch.devices import generators, move_to, replicated
 from unisono.backends.torch.model_copy import ModelCopy
 from unisono.backends.torch.model_pickle import replicated_variables
 from unisono.backends.torch.process_group import Group, world_group
@@ -47,7 +48,10 @@ class Peers(Protocol):
         """Splits the data of a process of a run; None where all data is in this process."""
 
     def shard(self, data: Any) -> Shard:
-        """A batch as tensors: this process' rows, or all of them where this process splits it."""
+        """A batch as tensors on the host: this process' rows, or all where this process splits it.
+
+        Tensors that a program has put on a GPU stay there.
+        """
 
     def can_join(self, shard: Shard) -> bool:
         """Whether the replicas run a step on these rows together; otherwise this one does alone."""
@@ -98,6 +102,7 @@ class TorchTrainer:
     def release(self) -> None:
         replicated.discard(self)
         self._copy.replication.release()
+        self._copy.buckets.clear()
         unbind(self._model, *_STEPS, "_symbolic_build", "_initialize_ddp")
         forget_torch_functions(self._model)
         self._peers.release()
@@ -128,7 +133,7 @@ class TorchTrainer:
         def step(data: Any) -> Any:
             shard = self._peers.shard(data)
             if not self._peers.can_join(shard):
-                return alone(shard.data)
+                return alone(keras.tree.map_structure(to_device, shard.data))
             if name != "predict_step" and replication.must_learn(name):
                 kinds = self._copy.find_kinds(name, shard.data)
                 replication.learn(name, self._peers.agree_on_kinds(name, kinds))
@@ -153,7 +158,7 @@ class RunPeers:
         world = current_world()
         assert world is not None
         self._world = world
-        self.feed = Feed(world, needs_even_shards=False)
+        self.feed = Feed(world, needs_even_shards=False, batches_of=sharded_loader)
         self._copy = copy
         self._optimizers: Any = None
         self._is_known = False
@@ -167,7 +172,7 @@ class RunPeers:
     def shard(self, data: Any) -> Shard:
         self._was_built = self._copy.is_built
         shard = self.feed.shard(data)
-        return Shard(keras.tree.map_structure(as_tensor, shard.data), *shard[1:])
+        return shard._replace(data=keras.tree.map_structure(on_host, shard.data))
 
     def can_join(self, shard: Shard) -> bool:
         return True
@@ -179,16 +184,17 @@ class RunPeers:
 
     @contextmanager
     def step(self, name: str, shard: Shard) -> Iterator[tuple[Any, TorchReplica]]:
+        rows = keras.tree.map_structure(to_device, shard.data)
         if name == "predict_step":
             self._is_known = False  # Keras predicts without a symbolic build before it.
             if not self._was_built:
-                original(self._copy.model, name)(shard.data)
+                original(self._copy.model, name)(rows)
         group = world_group()
         self._watch_new_variables()
         self._follow_chief(group, shard)
         replica = TorchReplica(group, shard.num_rows, is_replicated=shard.is_replicated)
         with self._random_numbers_of_replica(group):
-            yield shard.data, replica
+            yield rows, replica
         if not self._was_built:
             self._check_new_variables(replica)
 

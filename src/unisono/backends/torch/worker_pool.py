@@ -11,25 +11,29 @@ import atexit
 import contextlib
 import dataclasses
 import itertools
+import logging
 import os
+import selectors
+import threading
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import keras
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from unisono.backends.torch.devices import as_tensor, default_device
+from unisono.backends.torch.batch_memory import BatchReader, BatchWriter
+from unisono.backends.torch.batches import HostArrays, on_host, to_device
+from unisono.backends.torch.devices import default_device
 from unisono.backends.torch.model_copy import ModelCopy
 from unisono.backends.torch.model_pickle import pack, replicated_variables, unpack
 from unisono.backends.torch.process_group import Group
 from unisono.backends.torch.replica import TorchReplica, count_rows, has_rows, own_rows
+from unisono.data.arrays import changing_arrays
 from unisono.data.feed import Shard
 from unisono.devices import POLICY, Placement, Policy, current_policy
-from unisono.errors import WorkerError
+from unisono.errors import PeerLostError, WorkerError
 from unisono.hooks import bind, original, unbind
 from unisono.launch.channel import Channel, SharedMemory
 from unisono.launch.cpu_environment import malloc_environment
@@ -42,7 +46,14 @@ from unisono.replication.step import SEED_STRIDE
 from unisono.scratch import Scratch, sweep
 
 _START_TIMEOUT_S = 180.0
-_ALIGNMENT = 64
+_POLL_S = 0.5
+_ADVICE = {
+    "cpu": "The model keeps its values as of the last whole step; call fit again to go on with new "
+    "processes.",
+    "gpu": "The step under way may have changed some of the model's values; load the last "
+    "checkpoint before you call fit again, which starts new processes.",
+}
+_logger = logging.getLogger("unisono")
 _CALLS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 _pools: dict[Placement, "WorkerPool"] = {}
 _numbers = itertools.count()
@@ -63,12 +74,13 @@ class WorkerPeers:
         self._may_differ = True
         self._key: Any = None
         self._depth = 0
+        self._has_stepped = False
         for name in _CALLS:
             bind(copy.model, name, self._call(name))
         weakref.finalize(copy.model, self._pool.forget, self._number)
 
     def shard(self, data: Any) -> Shard:
-        data = keras.tree.map_structure(as_tensor, data)
+        data = keras.tree.map_structure(on_host, data)
         return Shard(data, count_rows(data), False, 0)
 
     def can_join(self, shard: Shard) -> bool:
@@ -83,7 +95,8 @@ class WorkerPeers:
     @contextlib.contextmanager
     def step(self, name: str, shard: Shard) -> Iterator[tuple[Any, TorchReplica]]:
         try:
-            group = self._pool.start()
+            group = self._pool.start(may_restart=not self._has_stepped)
+            self._has_stepped = True
             self._send_changes(group)
             num_rows, model = shard.num_rows, self._copy.model
             layout = self._pool.write(shard.data, num_rows)
@@ -91,9 +104,10 @@ class WorkerPeers:
             self._pool.send("step", self._number, name, layout, num_rows, model.training, kinds)
             rows = own_rows(num_rows, group)
             own = keras.tree.map_structure(
-                lambda leaf: leaf[rows] if has_rows(leaf, num_rows) else leaf, shard.data
+                lambda leaf: to_device(leaf[rows] if has_rows(leaf, num_rows) else leaf), shard.data
             )
             yield own, TorchReplica(group, num_rows)
+            self._pool.check()
         except BaseException as error:
             raise self._pool.explain(error) from error.__cause__
 
@@ -121,15 +135,20 @@ class WorkerPeers:
             # Anything on the model may have been changed since the last call.
             is_outermost = self._depth == 0 and name in ("fit", "evaluate", "predict")
             self._may_differ = self._may_differ or is_outermost
-            threads = torch.get_num_threads()
+            threads, is_cpu = torch.get_num_threads(), self._placement.kind == "cpu"
+            self._has_stepped = self._has_stepped and self._depth > 0
             self._depth += 1
             try:
-                if self._placement.kind == "cpu":
+                if is_cpu:
                     torch.set_num_threads(threads_per_replica(self._placement.num_replicas))
-                return original(self._copy.model, name)(*args, **kwargs)
+                with contextlib.nullcontext() if is_cpu else changing_arrays(HostArrays):
+                    result = original(self._copy.model, name)(*args, **kwargs)
             finally:
                 self._depth -= 1
                 torch.set_num_threads(threads)
+            if not self._depth:
+                self._pool.settle()
+            return result
 
         return call
 
@@ -158,6 +177,7 @@ class WorkerPeers:
         self._pool.send("model", self._number, data, copy.sync_batch_norm, seed)
         self._sent, self._sent_to = data, self._pool.workers
         copy.changes.forget()
+        copy.buckets.clear()  # Workers begin without.
 
 
 class WorkerPool:
@@ -167,8 +187,8 @@ class WorkerPool:
         self._placement = placement
         self.workers: Workers | None = None
         self._group: Group | None = None
-        self._memory: SharedMemory | None = None
-        self._half = 0
+        self._watch: _Watch | None = None
+        self._rows = BatchWriter(placement.num_replicas, self._hand_over)
         self._scratch: Scratch | None = None
         self._launch()
 
@@ -178,12 +198,18 @@ class WorkerPool:
             _pools[placement] = cls(placement)
         return _pools[placement]
 
-    def start(self) -> Group:
-        """The group of all replicas; workers are started again if they have ended."""
+    def start(self, *, may_restart: bool = True) -> Group:
+        """The group of all replicas; workers that have ended are started again, between calls."""
         if self._group is not None and self.workers is not None and self.workers.are_alive:
+            self.check()
             return self._group
         if self.workers is None or not self.workers.are_alive:
-            self.end()
+            if self.workers is not None:
+                if not may_restart:
+                    raise PeerLostError("A replica has ended between two steps.")
+                ended = next(worker for worker in self.workers if not worker.is_alive)
+                _logger.warning("%s New processes are started.", ended.how_it_ended())
+            self.end(at_once=True)
             self._launch()
         assert self.workers is not None
         for answer in self.workers.receive(_START_TIMEOUT_S):
@@ -192,7 +218,23 @@ class WorkerPool:
                 raise worker_error(1, data, text)
         size = self._placement.num_replicas
         self._group = Group(dist.FileStore(self._store, size), 0, size, default_device())
+        self._watch = _Watch(self.workers, self._group)
         return self._group
+
+    def check(self) -> None:
+        """Raise PeerLostError when a worker has ended, or has reported an error."""
+        if self._watch is not None and self._watch.has_failed:
+            raise PeerLostError("A replica has failed.")
+
+    def settle(self) -> None:
+        """Wait for the steps of a call on GPUs, so that what fails in them is its error."""
+        if self._placement.kind != "gpu" or self._group is None:
+            return
+        try:
+            torch.cuda.current_stream().synchronize()
+            self.check()
+        except Exception as error:
+            raise self.explain(error) from error.__cause__
 
     def send(self, *command: Any) -> None:
         """Send a command of `Worker` with its arguments."""
@@ -200,41 +242,17 @@ class WorkerPool:
         self.workers.send(command)
 
     def write(self, data: Any, num_rows: int) -> Any:
-        """Write the other replicas' rows into shared memory; returns a `Place` for each tensor."""
-        leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
-        needed = sum(leaf.numel() * leaf.element_size() + _ALIGNMENT for leaf in leaves)
-        if self._memory is None or 2 * needed > self._memory.num_bytes:
-            self._send_memory(4 * needed)
-        memory = self._memory
-        assert memory is not None
-        # Halves in turn: workers may still read the rows of the step before.
-        self._half = 1 - self._half
-        offset = self._half * (memory.num_bytes // 2)
-        first = num_rows // self._placement.num_replicas
-
-        def write(leaf: Any) -> Any:
-            nonlocal offset
-            if leaf is None:
-                return None
-            offset = -(-offset // _ALIGNMENT) * _ALIGNMENT
-            place = Place(offset, tuple(leaf.shape), leaf.dtype, has_rows(leaf, num_rows))
-            offset += leaf.numel() * leaf.element_size()
-            view, source = place.view(memory), leaf.detach()
-            if place.is_split:
-                view, source = view[first:], source[first:]
-            view.copy_(source)
-            return place
-
-        return keras.tree.map_structure(write, data)
+        """Write the other replicas' rows where workers read them; see batch_memory."""
+        return self._rows.write(data, num_rows, self.check)
 
     def explain(self, error: BaseException) -> BaseException:
         """End all workers after an error; returns the error that caused it."""
-        if isinstance(error, WorkerError) and self.workers is not None:
-            error = first_cause(
-                self.workers,
-                "The model keeps its values as of the last whole step; call fit again to go on "
-                "with new processes.",
-            )
+        has_failed = self._watch is not None and self._watch.has_failed
+        is_consequence = isinstance(error, WorkerError) or (
+            has_failed and isinstance(error, Exception)
+        )
+        if is_consequence and self.workers is not None:
+            error = first_cause(self.workers, _ADVICE[self._placement.kind])
         self.end(at_once=True)
         return error
 
@@ -245,12 +263,16 @@ class WorkerPool:
                 self.send("forget", number)
 
     def end(self, *, at_once: bool = False) -> None:
+        if self._watch is not None:
+            self._watch.end()
+        if self._group is not None:
+            (self._group.abort if at_once else self._group.close)()
         if self.workers is not None:
             (self.workers.kill if at_once else self.workers.end)()
-        for resource in (self._memory, self._scratch):
-            if resource is not None:
-                resource.close()
-        self.workers = self._group = self._memory = self._scratch = None
+        self._rows.close()
+        if self._scratch is not None:
+            self._scratch.close()
+        self.workers = self._group = self._watch = self._scratch = None
 
     def _launch(self) -> None:
         sweep()
@@ -260,14 +282,38 @@ class WorkerPool:
         envs = [_worker_environment(self._placement, rank) for rank in range(1, size)]
         self.workers = Workers("unisono.backends.torch.worker", size, [self._store], envs)
 
-    def _send_memory(self, num_bytes: int) -> None:
+    def _hand_over(self, memory: SharedMemory) -> None:
         assert self.workers is not None
-        if self._memory is not None:
-            self._memory.close()
-        self._memory = SharedMemory.create(num_bytes)
         self.send("memory")
         for worker in self.workers:
-            worker.channel.send_memory(self._memory)
+            worker.channel.send_memory(memory)
+
+
+class _Watch:
+    """Watches workers from a thread: a collective of NCCL neither blocks nor raises in ours.
+
+    After they have started, workers send nothing but errors.
+    """
+
+    def __init__(self, workers: Workers, group: Group) -> None:
+        self.has_failed = False
+        self._is_over = False
+        self._group = group
+        self._selector = selectors.DefaultSelector()
+        for worker in workers:
+            self._selector.register(worker.channel, selectors.EVENT_READ)
+        threading.Thread(target=self._run, name="unisono-workers", daemon=True).start()
+
+    def end(self) -> None:
+        self._is_over = True
+
+    def _run(self) -> None:
+        with self._selector:
+            while not self._is_over:
+                if self._selector.select(_POLL_S) and not self._is_over:
+                    self.has_failed = True
+                    self._group.abort()
+                    return
 
 
 class Worker:
@@ -275,7 +321,7 @@ class Worker:
 
     def __init__(self, channel: Channel, rank: int, size: int, store: str) -> None:
         self._channel = channel
-        self._memory: SharedMemory | None = None
+        self._reader: BatchReader | None = None
         self._copies: dict[int, ModelCopy] = {}
         channel.send("ready")
         self._group = Group(dist.FileStore(store, size), rank, size, default_device())
@@ -286,7 +332,8 @@ class Worker:
             getattr(self, f"do_{command}")(*arguments)
 
     def do_memory(self) -> None:
-        self._memory = self._channel.receive_memory()
+        memory = self._channel.receive_memory()
+        self._reader = BatchReader(memory, self._group.rank, self._group.size)
 
     def do_model(self, number: int, data: bytes, sync_batch_norm: bool, seed: int) -> None:
         model, variables = unpack(data)
@@ -313,41 +360,16 @@ class Worker:
         training: bool,
         kinds: LossKinds | None,
     ) -> None:
-        copy, memory = self._copies[number], self._memory
-        assert memory is not None
+        copy = self._copies[number]
+        assert self._reader is not None
         if kinds is not None:
             copy.replication.learn(name, kinds)
         rows = own_rows(num_rows, self._group)
-        data = keras.tree.map_structure(
-            lambda place: None if place is None else place.read(memory, rows), layout
-        )
+        data = self._reader.read(layout, rows)
         if copy.model.training != training:
             copy.model.train(training)
         with torch.set_grad_enabled(name == "train_step"):
             copy.run_step(name, data, TorchReplica(self._group, num_rows))
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a tensor of the global batch lies in shared memory."""
-
-    offset: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    is_split: bool
-    """Whether it has one row per sample, of which a replica reads its own."""
-
-    def view(self, memory: SharedMemory) -> torch.Tensor:
-        count = int(np.prod(self.shape, dtype=np.int64))
-        if not count:
-            return torch.empty(self.shape, dtype=self.dtype)
-        flat = torch.frombuffer(memory.buffer, dtype=self.dtype, count=count, offset=self.offset)
-        return flat.view(self.shape)
-
-    def read(self, memory: SharedMemory, rows: slice) -> torch.Tensor:
-        view = self.view(memory)
-        # A copy: the memory is written again two steps later, and a layer may keep its input.
-        return (view[rows] if self.is_split else view).clone().to(default_device())
 
 
 def threads_per_replica(num_replicas: int) -> int:

@@ -1,0 +1,139 @@
+"""A step of torch replicas as GPUs would run it: no waits, few kernels, collectives that overlap.
+
+Real processes and gloo for the collectives and their times; for copies between host and device,
+`cuda` tensors without values (fake_cuda).
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import pytest
+
+import unisono
+
+if keras.backend.backend() != "torch":
+    pytest.skip("torch's part of the rehearsal", allow_module_level=True)
+
+import torch
+import torch_steps
+
+from unisono.backends.torch.replica import TorchReplica
+
+NUM_REPLICAS = 2
+FOLDER = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def steps():
+    """One step of a net with batch norms, on each replica and on plain Keras."""
+    return unisono.spawn(torch_steps.record_nets, (("MiniGoogLeNet",),), replicas=NUM_REPLICAS)
+
+
+def check_waits(steps):
+    beyond = steps.parallel.waits - steps.plain.waits
+    assert not beyond, f"the host waits where it does not in plain Keras: {dict(beyond)}"
+
+
+def check_collectives(steps):
+    """One per batch norm and direction; gradients in buckets that begin early."""
+    record = steps.parallel
+    forward = [c for c in record.collectives if c.phase == "forward"]
+    assert len(forward) == steps.num_batch_norms
+    buckets = record.of_new_groups("backward")
+    in_backward = [c for c in record.collectives if c.phase == "backward"]
+    assert len(in_backward) == steps.num_batch_norms + len(buckets)
+    assert sum(c.num_bytes for c in buckets) >= steps.num_gradient_bytes
+    assert record.fraction_of_backward(buckets[0]) < 1 / 3
+    # After backward, metrics alone: one collective, of a few numbers.
+    assert [c.num_bytes < 100 for c in record.collectives if c.phase == "update"] == [True]
+
+
+def test_no_wait_beyond_plain_keras(steps):
+    for each in steps:
+        check_waits(each["MiniGoogLeNet"])
+
+
+def test_collectives_and_their_times(steps):
+    for each in steps:
+        check_collectives(each["MiniGoogLeNet"])
+
+
+@pytest.mark.slow
+def test_resnet50():
+    for each in unisono.spawn(torch_steps.record_nets, (("ResNet50",),), replicas=NUM_REPLICAS):
+        found = each["ResNet50"]
+        check_waits(found)
+        check_collectives(found)
+        kernels = [record.kernels["forward"] for record in (found.plain, found.parallel)]
+        assert kernels[1] <= 1.15 * kernels[0], kernels
+
+
+def with_a_blocking_copy():
+    """What a careless change would do: a number becomes a tensor on the step's path."""
+    plain = TorchReplica.moments
+
+    def moments(replica, x, mask, axes):
+        mean, variance = plain(replica, x, mask, axes)
+        return mean * torch.tensor(1.0, device=x.device), variance
+
+    TorchReplica.moments = moments
+    return torch_steps.record_nets(("MiniGoogLeNet",))
+
+
+def test_a_blocking_copy_on_the_path_is_caught():
+    found = unisono.spawn(with_a_blocking_copy, replicas=NUM_REPLICAS)[0]["MiniGoogLeNet"]
+    with pytest.raises(AssertionError, match=r"sends a value at .*test_torch_step\.py"):
+        check_waits(found)
+
+
+# -- fake GPUs ------------------------------------------------------------------------------------
+
+
+def on_fake_gpus(part, **env):
+    path = os.pathsep.join([str(FOLDER), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / "fake_cuda_steps.py"), part],
+        env=os.environ | {"PYTHONPATH": path} | env,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_no_copy_waits_on_gpus():
+    found = on_fake_gpus("steps")
+    beyond = {line: n for line, n in found["parallel"].items() if "unisono" in line}
+    assert not beyond
+    assert sum(found["parallel"].values()) <= sum(found["plain"].values())
+
+
+def test_a_blocking_copy_to_a_gpu_is_caught():
+    found = on_fake_gpus("steps", FAKE_CUDA_BLOCKING_COPY="1")
+    assert sum(found["parallel"].values()) > sum(found["plain"].values())
+
+
+def test_a_compiled_model_moves_to_other_gpus():
+    assert on_fake_gpus("moved") == {"devices": ["cuda:2"]}
+
+
+def test_a_failed_worker_is_reported_and_the_communicators_aborted():
+    assert on_fake_gpus("failure") == {
+        "error": "'in a worker'",
+        "are aborted": [True, True],
+        "is restarted": True,
+        "again": ["loss", "mae"],
+    }
+
+
+def test_tensors_beside_variables_go_through_the_cpu():
+    assert on_fake_gpus("pickled") == {"sent": "cuda:2", "device": "cuda:0"}
+
+
+def test_a_process_that_sees_all_gpus_uses_its_own():
+    assert on_fake_gpus("joined") == {"device": "cuda:3"}
