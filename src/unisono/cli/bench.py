@@ -167,12 +167,12 @@ def _ended_tidily() -> Iterator[None]:
 
 def cpu_layer_choices(asked: str, backend: str) -> dict[str, str | None]:
     """The variants of `unisono run`, with the value of UNISONO_CPU_LAYERS for each."""
-    if num_gpus():
+    known = load_framework(backend).cpu_layers
+    if num_gpus() or not known:
         return {"": None}
     if asked in ("", "all", "none"):
         every: dict[str, str | None] = {"": None, "none": "0"}
         return {name: every[name] for name in ([asked.removeprefix("all")] if asked else every)}
-    known = load_framework(backend).cpu_layers
     if asked == "ablate":
         off = {f"no_{name}": ",".join(known - {name}) or "0" for name in sorted(known)}
         return {"": None, "none": "0", **off}

@@ -145,6 +145,7 @@ def test_an_ablation_turns_each_cpu_layer_off_in_turn():
     assert (choices[""], choices["none"]) == (None, "0")
     assert set(str(choices["no_pool"]).split(",")) == {"batch_norm", "conv"}
     assert benchmark.cpu_layer_choices("conv", "torch") == {"conv": "conv"}
+    assert benchmark.cpu_layer_choices("ablate", "tensorflow") == {"": None}  # It has none.
     assert title_of("together:no_max_pool", TITLES) == "unisono run, without max_pool"
     with pytest.raises(LaunchError, match="CPU layers norm; jax has max_pool"):
         benchmark.cpu_layer_choices("norm", "jax")

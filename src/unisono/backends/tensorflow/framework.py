@@ -26,7 +26,7 @@ class TensorFlowFramework:
     first_use = "building a model, making a tensor or a data set"
     needs_even_batches = False
     donates_buffers = False
-    cpu_layers = frozenset({"conv_1x1", "conv_bias", "batch_norm"})
+    cpu_layers: frozenset[str] = frozenset()
 
     # -- device settings -----------------------------------------------------------------------
 

@@ -10,10 +10,8 @@ from tensorflow.python.distribute.values import MirroredVariable
 from tensorflow.python.eager.context import context
 from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
 from tensorflow.python.framework.op_callbacks import add_op_callback, remove_op_callback
-from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 __all__ = [
-    "GraphOrParentsInXlaContext",
     "MirroredVariable",
     "add_op_callback",
     "checkpoint",

@@ -13,7 +13,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from unisono.backends.tensorflow.cpu_layers import cpu_layers_on
 from unisono.backends.tensorflow.replica import (
     COMPOSITES,
     TensorFlowReplica,
@@ -55,9 +54,6 @@ class SingleReplica:
         self.placement = placement
         self.sync_batch_norm = sync_batch_norm
         self._model = model
-        self._cpu_layers = cpu_layers_on(placement, is_alone=True)
-        if self._cpu_layers is not None:
-            self._cpu_layers.use_kernels(model, current_replica, sync_batch_norm=sync_batch_norm)
         for name in _STEPS:
             bind(model, name, self._step(name))
         forget_functions(model)
@@ -70,8 +66,6 @@ class SingleReplica:
         return step
 
     def release(self) -> None:
-        if self._cpu_layers is not None:
-            self._cpu_layers.leave_kernels(self._model)
         unbind(self._model, *_STEPS)
         forget_functions(self._model)
 
@@ -97,12 +91,7 @@ class Trainer(abc.ABC):
         self._model = model
         self._own_jit_compile = model._jit_compile
         self.hook_optimizers()
-        self._replication = Replication(
-            model,
-            current_replica,
-            sync_batch_norm=sync_batch_norm,
-            kernels=cpu_layers_on(placement),
-        )
+        self._replication = Replication(model, current_replica, sync_batch_norm=sync_batch_norm)
         bind(model, "make_train_function", self._maker("train"))
         bind(model, "make_test_function", self._maker("test"))
         bind(model, "make_predict_function", self._make_predict_function)
