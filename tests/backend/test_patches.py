@@ -4,18 +4,12 @@ import threading
 
 import keras
 import pytest
-from patches import changed, names_of_keras
+from patches import SAVING, changed, names_of_keras
 from twins import adopted, fit, rows
 
 import unisono
 
 _DATA = "keras.src.trainers.data_adapters.get_data_adapter"
-# Replaced while there is a parallel model, which they write completely or not at all.
-_SAVING = {
-    "keras.src.saving.saving_lib.save_model",
-    "keras.src.saving.saving_lib.save_weights_only",
-    "keras.src.legacy.saving.legacy_h5_format.save_model_to_hdf5",
-}
 
 
 class Look(keras.callbacks.Callback):
@@ -38,11 +32,11 @@ def test_keras_is_itself_after_each_call():
     model = adopted()
     look = Look(before)
     fit(model, x, y, callbacks=[look])
-    assert set(look.seen) <= {_DATA} | _SAVING
-    assert set(changed(before)) <= _SAVING
+    assert set(look.seen) <= {_DATA} | SAVING
+    assert set(changed(before)) <= SAVING
     with pytest.raises(ZeroDivisionError):
         fit(model, x, y, callbacks=[Look(before, fails=True)])
-    assert set(changed(before)) <= _SAVING
+    assert set(changed(before)) <= SAVING
     model.evaluate(x, y, verbose=0)
     model.predict(x, verbose=0)
     unisono.release(model)

@@ -22,6 +22,8 @@ OVERSUBSCRIBE = "UNISONO_OVERSUBSCRIBE"
 """Set to 1, it allows any number of CPU replicas per core, without a warning."""
 
 _MAX_PER_CORE = 8
+_MAX_THREADS = 1024
+"""Of a process, on any machine: programs are written for larger ones than they are tried on."""
 _MAX_SHOWN = 16
 _MAX_DIGITS = 19
 _has_warned = False
@@ -234,6 +236,20 @@ def check_cores(name: str, count: int) -> None:
             f"Asked for {name}={count}; this machine has {_format_cores(cores)} for CPU replicas, "
             f"and no GPU is used. Ask for at most {_MAX_PER_CORE * cores} ({_MAX_PER_CORE} per "
             f"core), or set {OVERSUBSCRIBE}=1 to try more."
+        )
+
+
+def check_threads(count: int) -> None:
+    """Refuse a number of threads with which a framework would fail to start, or hang."""
+    check_count("cpu_threads", count)
+    if count <= _MAX_THREADS or _is_oversubscribing():
+        return
+    cores = num_cores()
+    if count > _MAX_PER_CORE * cores:
+        raise DeviceError(
+            f"Asked for cpu_threads={count}; this machine has {_format_cores(cores)}. Ask for at "
+            f"most {max(_MAX_THREADS, _MAX_PER_CORE * cores)}, or set {OVERSUBSCRIBE}=1 to try "
+            "more."
         )
 
 

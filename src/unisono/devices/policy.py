@@ -6,13 +6,14 @@ which the backend applies.
 """
 
 import dataclasses
+import itertools
 import json
 import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from unisono.devices.choice import SIMULATED_GPUS, check_count, gpu_ids, num_gpus, simulated_gpus
+from unisono.devices.choice import SIMULATED_GPUS, check_threads, gpu_ids, num_gpus, simulated_gpus
 from unisono.devices.listing import Device, list_devices
 from unisono.devices.visibility import VISIBLE, read_visibility
 from unisono.errors import DeviceError
@@ -22,6 +23,7 @@ _UNITS = {"B": 1}
 _UNITS |= {f"{prefix}B": 1000**i for i, prefix in enumerate("KMGT", 1)}
 _UNITS |= {f"{prefix}IB": 1024**i for i, prefix in enumerate("KMGT", 1)}
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]+)", re.IGNORECASE)
+_MAX_IDS = 1024
 _IDLE = re.compile(r"idle(?::(\d+))?")
 
 
@@ -83,7 +85,7 @@ def describe(
     Policy(gpus=(0, 1), memory=8589934592, cpu_threads=None)
     """
     if cpu_threads is not None:
-        check_count("cpu_threads", cpu_threads)
+        check_threads(cpu_threads)
     return Policy(_parsed_gpus(gpus), _parsed_memory(memory), cpu_threads)
 
 
@@ -120,7 +122,13 @@ def format_bytes(count: int) -> str:
 
 def _parsed_gpus(gpus: int | Sequence[int] | str | None) -> int | tuple[int, ...] | str | None:
     if isinstance(gpus, Sequence) and not isinstance(gpus, str):
-        return tuple(gpus)
+        ids = tuple(itertools.islice(gpus, _MAX_IDS + 1))  # A range may have any length.
+        if len(ids) > _MAX_IDS:
+            raise DeviceError(
+                f"Asked for more than {_MAX_IDS} GPUs. Give the ids of this machine's own, which "
+                "`unisono devices` lists."
+            )
+        return ids
     is_idle = num_idle(gpus) is not None and (gpus == "idle" or num_idle(gpus) != 0)
     if isinstance(gpus, str) and not is_idle:
         raise DeviceError(

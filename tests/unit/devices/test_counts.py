@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from unisono import configure
 from unisono.devices import OVERSUBSCRIBE, REPLICAS, SIMULATED_GPUS, choose, cpu
 from unisono.errors import DeviceError
 
@@ -28,6 +29,7 @@ def unisono(*words: str, **changes: str) -> "subprocess.CompletedProcess[str]":
         (("run", "--replicas", HUGE, "x.py"), {}),
         (("run", "-np", HUGE, "x.py"), {}),
         (("run", "-H", f"localhost:{HUGE}", "x.py"), {}),
+        (("run", "--replicas", "1", "--cpu-threads", HUGE, __file__), {}),
         (("run", "x.py"), {REPLICAS: HUGE}),
         (("run", "x.py"), {SIMULATED_GPUS: HUGE}),
         (("train", "digits", "--replicas", HUGE), {}),
@@ -68,6 +70,14 @@ def test_more_gpus_than_any_machine_has(gpus, found):
     asked = f"gpus={gpus}" if isinstance(gpus, int) else "more than 16 GPUs"
     with pytest.raises(DeviceError, match=rf"{asked}; this machine has {found} GPU"):
         choose(replicas=None, gpus=gpus, num_visible_gpus=found)
+
+
+@pytest.mark.parametrize(
+    "asked", [{"cpu_threads": 10**6}, {"cpu_threads": 10**18}, {"gpus": range(10**15)}]
+)
+def test_huge_limits_of_a_process(asked):
+    with pytest.raises(DeviceError, match=r"cpu_threads=10+; this machine|more than 1024 GPUs"):
+        configure(**asked)
 
 
 def test_one_remark_on_processes_that_share_cores(tmp_path):
