@@ -96,9 +96,30 @@ class _CurrentDevice(TorchFunctionMode):
             return _READS[func.__name__](torch.ops.aten._local_scalar_dense.default(args[0]))
         if func is torch.Tensor.copy_:
             return torch.ops.aten.copy_.default(*args, **kwargs)
+        if func is torch.Tensor.__getitem__ and args[0].device.type == "cuda":
+            return _part_of(*args)
         if func is torch.device and len(args) > 1:
             return func(*args)
         return func(*map(_numbered, args), **kwargs)
+
+
+def _part_of(tensor: Any, key: Any) -> Any:
+    dim = 0
+    for part in key if isinstance(key, tuple) else (key,):
+        if isinstance(part, int):
+            tensor = torch.select(tensor, dim, part)
+            continue
+        if part is None:
+            tensor = torch.unsqueeze(tensor, dim)
+        elif part is Ellipsis:
+            dim = tensor.ndim - 1 - key.index(Ellipsis)
+            continue
+        else:
+            assert isinstance(part, slice), f"an index of type {type(part)}"
+            stop = tensor.shape[dim] if part.stop is None else part.stop
+            tensor = torch.ops.aten.slice.Tensor(tensor, dim, part.start, stop, part.step or 1)
+        dim += 1
+    return tensor
 
 
 _READS = {"__int__": int, "__float__": float, "__bool__": bool, "__index__": int} | {

@@ -36,9 +36,9 @@ def steps() -> dict[str, Any]:
         if is_parallel:
             unisono.parallel(model, gpus=2)
         model.fit(x, y, batch_size=NUM_ROWS, verbose=0)
-        with recording() as one:
+        with recording("cuda") as one:
             model.fit(x[:NUM_ROWS], y[:NUM_ROWS], batch_size=NUM_ROWS, verbose=0)
-        with recording() as three:
+        with recording("cuda") as three:
             model.fit(x, y, batch_size=NUM_ROWS, verbose=0)
         # What a call does once is in both.
         found[is_parallel] = {

@@ -48,6 +48,8 @@ class Record:
     waits: Counter[str] = field(default_factory=Counter)
     """By kind and by the line of ours or of Keras that asked for it."""
     collectives: list[Collective] = field(default_factory=list)
+    device: str = "cpu"
+    """The type of the device that tensors are on."""
     phase: str = "forward"
     backward_s: tuple[float, float] = (0.0, 0.0)
 
@@ -74,9 +76,9 @@ class Record:
 
 
 @contextlib.contextmanager
-def recording() -> Iterator[Record]:
+def recording(device: str = "cpu") -> Iterator[Record]:
     """Record what this thread does inside: one step, or one batch."""
-    record = Record()
+    record = Record(device=device)
     with _collectives(record), _Calls(record), _Kernels(record):
         yield record
 
@@ -91,7 +93,7 @@ class _Kernels(TorchDispatchMode):
         record = self._record
         if not func.is_view and name not in _NO_KERNEL:
             record.kernels[record.phase] += 1
-        if name == "aten::_local_scalar_dense":
+        if name == "aten::_local_scalar_dense" and args[0].device.type == record.device:
             record.note_wait("reads a value")
         elif name == "aten::equal":
             record.note_wait("compares values")
@@ -120,7 +122,7 @@ class _Calls(TorchFunctionMode):
         record = self._record
         if func is torch.Tensor.backward:
             return self._backward(lambda: func(*args, **kwargs))
-        if func in _FROM_HOST and not isinstance(args[0], torch.Tensor) and not _is_rows(args[0]):
+        if record.device == "cpu" and func in _FROM_HOST and _is_value(args[0]):
             record.note_wait("sends a value")
         return func(*args, **kwargs)
 
@@ -172,10 +174,12 @@ def _recorded(
     return call
 
 
-def _is_rows(value: Any) -> bool:
-    """Whether a value is an array of a batch, which has to be sent."""
-    return len(getattr(value, "shape", ())) > 0
+def _is_value(value: Any) -> bool:
+    """A number or a list, not an array of a batch, which has to be sent."""
+    return len(getattr(value, "shape", ())) == 0 and not isinstance(value, torch.Tensor)
 
 
 def _is_on_path(file: str) -> bool:
+    if file.endswith(("gpu/recorder.py", "gpu/fake_cuda.py")):
+        return False
     return "/unisono/" in file or "/keras/src/" in file or "/tests/" in file

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import IO, Any
 
 from unisono.errors import PeerLostError, WorkerError
@@ -25,6 +25,7 @@ from unisono.launch.failure import signal_name
 from unisono.pickling import dumps
 
 _END_TIMEOUT_S = 5.0
+_WATCH_S = 0.5
 
 
 class WorkerProcess:
@@ -193,6 +194,34 @@ class Workers:
             except (EOFError, OSError) as error:
                 raise WorkerError(worker.how_it_ended()) from error
         raise WorkerError(worker.how_it_ended())
+
+
+class WorkerWatch:
+    """Watches workers from a thread, for a process that may not notice when one fails.
+
+    For workers that send nothing but errors, once they have started.
+    """
+
+    def __init__(self, workers: Workers, on_failure: Callable[[], None]) -> None:
+        """`on_failure`: called in the thread, when a worker has sent an error or has ended."""
+        self.has_failed = False
+        self._is_over = False
+        self._on_failure = on_failure
+        self._selector = selectors.DefaultSelector()
+        for worker in workers:
+            self._selector.register(worker.channel, selectors.EVENT_READ)
+        threading.Thread(target=self._run, name="unisono-workers", daemon=True).start()
+
+    def end(self) -> None:
+        self._is_over = True
+
+    def _run(self) -> None:
+        with self._selector:
+            while not self._is_over:
+                if self._selector.select(_WATCH_S) and not self._is_over:
+                    self.has_failed = True
+                    self._on_failure()
+                    return
 
 
 def _environment(changes: dict[str, str]) -> dict[str, str]:

@@ -13,8 +13,6 @@ import dataclasses
 import itertools
 import logging
 import os
-import selectors
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -37,7 +35,7 @@ from unisono.errors import PeerLostError, WorkerError
 from unisono.hooks import bind, original, unbind
 from unisono.launch.channel import Channel, SharedMemory
 from unisono.launch.cpu_environment import malloc_environment
-from unisono.launch.workers import Workers, first_cause, worker_error
+from unisono.launch.workers import Workers, WorkerWatch, first_cause, worker_error
 from unisono.replication.checksums import own_checksums
 from unisono.replication.introspection import optimizers_of
 from unisono.replication.loss_kinds import LossKinds
@@ -46,7 +44,6 @@ from unisono.replication.step import SEED_STRIDE
 from unisono.scratch import Scratch, sweep
 
 _START_TIMEOUT_S = 180.0
-_POLL_S = 0.5
 _ADVICE = {
     "cpu": "The model keeps its values as of the last whole step; call fit again to go on with new "
     "processes.",
@@ -187,7 +184,7 @@ class WorkerPool:
         self._placement = placement
         self.workers: Workers | None = None
         self._group: Group | None = None
-        self._watch: _Watch | None = None
+        self._watch: WorkerWatch | None = None
         self._rows = BatchWriter(placement.num_replicas, self._hand_over)
         self._scratch: Scratch | None = None
         self._launch()
@@ -200,15 +197,17 @@ class WorkerPool:
 
     def start(self, *, may_restart: bool = True) -> Group:
         """The group of all replicas; workers that have ended are started again, between calls."""
-        if self._group is not None and self.workers is not None and self.workers.are_alive:
-            self.check()
+        is_up = self.workers is not None and self.workers.are_alive and not self._has_failed
+        if is_up and self._group is not None:
             return self._group
-        if self.workers is None or not self.workers.are_alive:
+        if not is_up:
             if self.workers is not None:
                 if not may_restart:
                     raise PeerLostError("A replica has ended between two steps.")
-                ended = next(worker for worker in self.workers if not worker.is_alive)
-                _logger.warning("%s New processes are started.", ended.how_it_ended())
+                ended = first_cause(self.workers, "New processes are started.")
+                if not isinstance(ended, WorkerError):
+                    raise ended
+                _logger.warning("%s", ended)
             self.end(at_once=True)
             self._launch()
         assert self.workers is not None
@@ -218,12 +217,13 @@ class WorkerPool:
                 raise worker_error(1, data, text)
         size = self._placement.num_replicas
         self._group = Group(dist.FileStore(self._store, size), 0, size, default_device())
-        self._watch = _Watch(self.workers, self._group)
+        # A collective of NCCL with a worker that is gone neither raises nor blocks here.
+        self._watch = WorkerWatch(self.workers, self._group.abort)
         return self._group
 
     def check(self) -> None:
         """Raise PeerLostError when a worker has ended, or has reported an error."""
-        if self._watch is not None and self._watch.has_failed:
+        if self._has_failed:
             raise PeerLostError("A replica has failed.")
 
     def settle(self) -> None:
@@ -247,14 +247,16 @@ class WorkerPool:
 
     def explain(self, error: BaseException) -> BaseException:
         """End all workers after an error; returns the error that caused it."""
-        has_failed = self._watch is not None and self._watch.has_failed
-        is_consequence = isinstance(error, WorkerError) or (
-            has_failed and isinstance(error, Exception)
-        )
-        if is_consequence and self.workers is not None:
+        # After an abort, NCCL and CUDA raise errors of their own.
+        is_aborted = self._has_failed and isinstance(error, Exception)
+        if (is_aborted or isinstance(error, WorkerError)) and self.workers is not None:
             error = first_cause(self.workers, _ADVICE[self._placement.kind])
         self.end(at_once=True)
         return error
+
+    @property
+    def _has_failed(self) -> bool:
+        return self._watch is not None and self._watch.has_failed
 
     def forget(self, number: int) -> None:
         """Drop a model in all workers, if they are still there."""
@@ -287,33 +289,6 @@ class WorkerPool:
         self.send("memory")
         for worker in self.workers:
             worker.channel.send_memory(memory)
-
-
-class _Watch:
-    """Watches workers from a thread: a collective of NCCL neither blocks nor raises in ours.
-
-    After they have started, workers send nothing but errors.
-    """
-
-    def __init__(self, workers: Workers, group: Group) -> None:
-        self.has_failed = False
-        self._is_over = False
-        self._group = group
-        self._selector = selectors.DefaultSelector()
-        for worker in workers:
-            self._selector.register(worker.channel, selectors.EVENT_READ)
-        threading.Thread(target=self._run, name="unisono-workers", daemon=True).start()
-
-    def end(self) -> None:
-        self._is_over = True
-
-    def _run(self) -> None:
-        with self._selector:
-            while not self._is_over:
-                if self._selector.select(_POLL_S) and not self._is_over:
-                    self.has_failed = True
-                    self._group.abort()
-                    return
 
 
 class Worker:
