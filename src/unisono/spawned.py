@@ -48,6 +48,7 @@ def _serve(channel: Channel) -> None:
     import keras  # noqa: F401
 
     function, args, kwargs = cloudpickle.loads(task)
+    result = None
     with recorded():
         result = function(*args, **kwargs)
     world = current_world()

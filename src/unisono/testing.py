@@ -76,10 +76,12 @@ class _Training:
         self._seed = seed
 
     def run(self, variant: "Variant") -> "Run":
+        from unisono.verify.records import EXACT
         from unisono.verify.run import Run
 
         env = {FORCED_REPLICAS: str(variant.num_replicas), OVERSUBSCRIBE: "1"}
         env |= {FORCED_SYNC: "1"} if variant.forces_sync else {}
+        env |= {EXACT: "1"} if variant.is_exact else {}
         with _environment(env):
             return Run(variant, records=[self._recorded(variant)])
 

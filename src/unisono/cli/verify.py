@@ -13,6 +13,7 @@ from typing import Any
 
 from unisono.cli.run import add_program
 from unisono.devices import check_cores, num_gpus
+from unisono.errors import UnisonoError
 from unisono.launch.request import check_program, checked_option
 
 _OWN = ("--replicas", "--steps", "--timeout")
@@ -63,9 +64,13 @@ def run(options: argparse.Namespace) -> int:
     words = options.program[options.program[0] == "--" :]
     words = [words[0], *words[1 + (words[1:2] == ["--"]) :]]
     program = ["-m", *words] if options.is_module else words
-    check_program(program)
-    if not num_gpus():
-        check_cores("--replicas", options.replicas)
+    try:
+        check_program(program)
+        if not num_gpus():
+            check_cores("--replicas", options.replicas)
+    except UnisonoError as error:
+        print(f"unisono: {error}", file=sys.stderr)
+        return 2
     signal.signal(signal.SIGTERM, _end)
     asked = Options(
         num_replicas=options.replicas,

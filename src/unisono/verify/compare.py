@@ -185,7 +185,7 @@ def quantities(record: Record) -> dict[Quantity, Any]:
                 _add(found, done, "optimizer", slots, part.optimizer, part.model)
     ends = [*(call.first_step for call in record.calls[1:]), len(record.steps)]
     totals = np.cumsum([0, *(step.num_steps for step in record.steps)])
-    for place, (call, end) in enumerate(zip(record.calls, ends, strict=True)):
+    for place, (call, end) in enumerate(zip(record.calls, ends, strict=False)):
         kind = call.name.partition("_")[0].replace("test", "evaluate")
         for name, value in call.results.items():
             what = kind if kind in KINDS else "loss" if name.endswith("loss") else "metrics"

@@ -14,6 +14,8 @@ import numpy as np
 
 SETTINGS = "UNISONO_VERIFY"
 """The variable that makes a process record itself: a `Settings` as JSON."""
+EXACT = "UNISONO_VERIFY_EXACT"
+"""As in replication.exact_draws, which imports Keras."""
 
 
 @dataclass(frozen=True)

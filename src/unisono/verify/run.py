@@ -18,7 +18,7 @@ from pathlib import Path
 from unisono.devices import CLAIMED_REPLICAS, FORCED_REPLICAS, OVERSUBSCRIBE
 from unisono.monitor.events import FOLDER as RUNS
 from unisono.parallel import FORCED_SYNC
-from unisono.verify.records import SETTINGS, Record, Settings, read_records
+from unisono.verify.records import EXACT, SETTINGS, Record, Settings, read_records
 
 _CHILD = Path(__file__).with_name("child.py")
 _GRACE_S = 8.0
@@ -121,6 +121,8 @@ class Runner:
             "PYTHONHASHSEED": "0",
             "PYTHONUNBUFFERED": "1",
         }
+        if variant.is_exact:
+            env[EXACT] = "1"
         if variant.claims is not None:
             env[CLAIMED_REPLICAS] = str(variant.claims)
         if variant.forces_sync:
