@@ -163,7 +163,7 @@ def test_dropout_is_named_and_can_be_compared():
     if BACKEND != "jax":
         with pytest.raises(AssertionError, match="Cause: Dropout, GaussianNoise") as raised:
             check(build)
-        assert "with the masks of one device they agree" in str(raised.value)
+        assert "with those of one device they agree" in str(raised.value)
     check(build, exact=True)
     check(build, exact=True, replicas=3)
 

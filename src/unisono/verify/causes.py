@@ -23,8 +23,10 @@ class Cause:
 
 
 REMEDIES = {
-    "random layer": "Nothing is wrong with it: on TensorFlow and torch each replica draws its own "
-    "masks. Compare with --exact, which gives every replica its rows of one device's masks.",
+    "random layer": "Nothing is wrong with it: on TensorFlow and torch each replica draws for its "
+    "own rows. Compare with --exact, which gives replicas the random numbers of one device.",
+    "random op": "Draw by keras.random with a keras.random.SeedGenerator of the model, and compare "
+    "with --exact.",
     "batch norm": "Leave out sync_batch_norm=False, so that batch norm sees the global batch.",
     "torch batch norm": "A torch module keeps its own batch norm, per replica: use "
     "keras.layers.BatchNormalization, or torch.nn.GroupNorm or LayerNorm in the module.",
@@ -48,6 +50,8 @@ REMEDIES = {
     "loop gradients": "Call strategy.reduce_gradients(gradients) first: until an optimizer applies "
     "them, gradients are those of one replica's rows.",
     "loop data": "Iterate strategy.distribute_dataset(dataset), which gives each replica its rows.",
+    "layer": "On TensorFlow and torch, use only operations on single rows, or Keras' batch norm, "
+    "which unisono synchronizes; on JAX every layer sees the global batch.",
     "stateful": "Use stateful=False, or train it on one device: its state has one entry per row.",
     "layer state": "Compute it from the whole batch in a callback, or accept the mean over "
     "replicas: on TensorFlow and torch each replica sees its own rows.",

@@ -19,16 +19,7 @@ from unisono.verify.records import Call, ModelFacts, RandomUse, Record, Site
 from unisono.verify.run import Run, Variant
 
 _HYPERPARAMETERS = ("batch_size", "steps_per_epoch", "epochs", "validation_batch_size", "steps")
-_REPLICA_NAMES = {
-    "num_replicas_in_sync",
-    "num_replicas",
-    "world_size",
-    "local_size",
-    "size",
-    "topology",
-    "rank",
-    "is_chief",
-}
+_REPLICA_NAMES = {"num_replicas_in_sync", "num_replicas", "world_size", "local_size"}
 _RATIO_SPREAD = 0.02
 
 
@@ -82,10 +73,14 @@ def explain_noise(one: Record, again: Record) -> list[Cause]:
         else "two runs on one device differ"
     )
     for use in unseeded:
-        found.append(_cause("unseeded data", f"{_MADE[use.what]} without a seed", shown, use.site))
+        found.append(
+            _cause(
+                "unseeded data", f"the program {_MADE[use.what]} without a seed", shown, use.site
+            )
+        )
     if not unseeded and is_data_other:
         for use in shuffles:
-            found.append(_cause("shuffle", "shuffles without a seed", shown, use.site))
+            found.append(_cause("shuffle", "the program shuffles without a seed", shown, use.site))
     if not found and _starts_differ(one, again):
         found.append(
             Cause(
@@ -144,16 +139,21 @@ def explain_failure(run: Run) -> list[Cause]:
         said = message.split(". ")[0]
         return [
             *_seeds_by_rank(records),
-            _cause("data by process", "gives the processes different data", said, site),
+            _cause("data by process", "the program gives its processes different data", said, site),
         ]
     if first.error_type == "DisagreementError":
         return ranks or [
-            _cause("one rank", "makes other calls in one process", message, first.error_site)
+            _cause(
+                "one rank",
+                "the program makes other calls in one process",
+                message,
+                first.error_site,
+            )
         ]
     return [
         Cause(
             "failure",
-            f"fails on replicas with {first.error_type}",
+            f"the program fails on replicas with {first.error_type}",
             message.strip().splitlines()[0] if message.strip() else first.error_type,
             "See the traceback.",
             first.error_site,
@@ -175,7 +175,7 @@ def _seeds(one: Record, other: Record, how: str) -> Iterator[Cause]:
         if (mine.what, mine.site) == (theirs.what, theirs.site) and mine.seed != theirs.seed:
             yield _cause(
                 "seed",
-                f"gives {mine.what} a seed that {how}",
+                f"the program gives {mine.what} a seed that {how}",
                 f"{mine.seed}, and {theirs.seed}",
                 mine.site,
             )
@@ -198,7 +198,7 @@ def _inputs(evidence: Evidence) -> list[Cause]:
     if not is_batch_known and rows[0] and rows[1] and rows[0] != rows[1]:
         site = _scaling_site(many) or _site_of_training(many)
         seen = f"global batches of {rows[0][0]} rows, and of {rows[1][0]}"
-        found.append(_cause("global batch", "scales its global batch", seen, site))
+        found.append(_cause("global batch", "the program scales its global batch", seen, site))
     found += _optimizers(one, many)
     if any(cause.key in ("global batch", "learning rate") for cause in found):
         found = _tried_with_claim(evidence, found)
@@ -208,7 +208,7 @@ def _inputs(evidence: Evidence) -> list[Cause]:
         found.append(
             Cause(
                 "initial weights",
-                "begins with other weights on replicas",
+                "the model begins with other weights on replicas",
                 "the variables differ before the first step",
                 "Make the model in the same way for any number of replicas, after "
                 "keras.utils.set_random_seed.",
@@ -227,11 +227,15 @@ def _arguments(mine: Call, theirs: Call, many: Record) -> Iterator[Cause]:
             continue
         key = "global batch" if name == "batch_size" else "arguments"
         what = (
-            "scales its global batch with the number of replicas"
+            "the program scales its global batch with the number of replicas"
             if name == "batch_size"
-            else f"gives {mine.name} another {name} on replicas"
+            else f"the program gives {mine.name} another {name} on replicas"
         )
-        yield _cause(key, what, f"{name}={first!r}, and {name}={second!r}", theirs.site)
+        shown = f"{name}={first!r}, and {name}={second!r}"
+        scaling = _scaling_site(many) if key == "global batch" else None
+        if scaling is not None and theirs.site is not None:
+            shown += f" in line {theirs.site.line}"
+        yield _cause(key, what, shown, scaling or theirs.site)
 
 
 def _optimizers(one: Record, many: Record) -> Iterator[Cause]:
@@ -242,8 +246,9 @@ def _optimizers(one: Record, many: Record) -> Iterator[Cause]:
             if first == second or name == "name":
                 continue
             key = "learning rate" if name == "learning_rate" else "arguments"
-            what = f"gives the optimizer another {name.replace('_', ' ')} on replicas"
-            yield _cause(key, what, f"{name}={first}, and {name}={second}", site)
+            what = f"the program gives the optimizer another {name.replace('_', ' ')} on replicas"
+            shown = f"{name}={_short(first)}, and {name}={_short(second)}"
+            yield _cause(key, what, shown, site)
             return
     for number, (step, other) in enumerate(zip(one.steps, many.steps, strict=False), start=1):
         rates = step.learning_rate, other.learning_rate
@@ -251,7 +256,7 @@ def _optimizers(one: Record, many: Record) -> Iterator[Cause]:
             site = many.models[other.model].optimizer_site
             yield _cause(
                 "learning rate",
-                "changes the learning rate in another way on replicas",
+                "the program changes the learning rate in another way on replicas",
                 f"{rates[0]:g}, and {rates[1]:g}, at step {number}",
                 _callback_site(many) or site,
             )
@@ -272,7 +277,9 @@ def _tried_with_claim(evidence: Evidence, found: list[Cause]) -> list[Cause]:
 def _data(evidence: Evidence) -> Iterator[Cause]:
     one, many = evidence.one.record, evidence.many.record
     arrays = _differing_data(one, many)
-    batch = None if arrays else _first_other_batch(one, many)
+    large = evidence.comparison.first_large()
+    until = large[0].quantity.step if large else None
+    batch = None if arrays else _first_other_batch(one, many, until)
     if not arrays and batch is None:
         return
     shown = (
@@ -284,10 +291,10 @@ def _data(evidence: Evidence) -> Iterator[Cause]:
     for use in unseeded:
         key = "shuffle" if use.what == "shuffle" else "unseeded data"
         what = _MADE.get(use.what, "shuffles")
-        yield _cause(key, f"{what} without a seed", shown, use.site)
+        yield _cause(key, f"the program {what} without a seed", shown, use.site)
     if not unseeded:
         site = _scaling_site(many) or _site_of_training(many)
-        yield _cause("arguments", "trains on other data on replicas", shown, site)
+        yield _cause("arguments", "the program trains on other data on replicas", shown, site)
 
 
 # -- processes ------------------------------------------------------------------------------------
@@ -303,7 +310,7 @@ def _ranks(run: Run) -> Iterator[Cause]:
             if mine.name != theirs.name:
                 yield _cause(
                     "one rank",
-                    "makes other calls in one process",
+                    "the program makes other calls in one process",
                     f"rank {first.rank} calls {mine.name}, rank {other.rank} {theirs.name}",
                     mine.site,
                 )
@@ -313,7 +320,7 @@ def _ranks(run: Run) -> Iterator[Cause]:
             extra = longer.calls[min(len(first.calls), len(other.calls))]
             yield _cause(
                 "one rank",
-                f"calls {extra.name} in one process only",
+                f"the program calls {extra.name} in one process only",
                 f"rank {longer.rank} calls it, the other does not",
                 extra.site,
             )
@@ -326,7 +333,7 @@ def _states_by_rank(first: Record, other: Record) -> Iterator[Cause]:
         if mine.learning_rate != theirs.learning_rate:
             yield _cause(
                 "one rank",
-                "changes the learning rate in one process only",
+                "the program changes the learning rate in one process only",
                 f"step {number}: {mine.learning_rate:g} on rank {first.rank}, "
                 f"{theirs.learning_rate:g} on rank {other.rank}",
                 _callback_site(first) or _site_of_training(first),
@@ -343,8 +350,10 @@ def _computation(evidence: Evidence) -> list[Cause]:
     for detect in (
         _batch_norm,
         _random_layers,
+        _random_ops,
         _torch_batch_norm,
         _undecided_loss,
+        _mixing,
         _loop,
         _stateful,
         _layer_state,
@@ -357,7 +366,7 @@ def _computation(evidence: Evidence) -> list[Cause]:
         found.append(
             Cause(
                 "replicas differ",
-                "changes a value on one replica only",
+                "the program changes a value on one replica only",
                 many.replicas_differ,
                 "Change it in a callback or before training, on all replicas.",
                 _site_of_training(many),
@@ -368,27 +377,48 @@ def _computation(evidence: Evidence) -> list[Cause]:
 
 def _random_layers(evidence: Evidence) -> Iterator[Cause]:
     many = evidence.many.record
-    layers = [layer for model in _trained(many) for layer in model.layers if layer.is_random]
-    if not layers or many.backend == "jax" or evidence.many.variant.is_exact:
+    if many.backend == "jax" or evidence.many.variant.is_exact:
         return
-    names = ", ".join(dict.fromkeys(layer.kind for layer in layers))
-    exact = replace(evidence.many.variant, is_exact=True)
+    layers = [layer for model in _trained(many) for layer in model.layers if layer.is_random]
+    own = [use for use in many.draws if use.what.startswith("keras.")]
+    if layers or own:
+        names = [layer.kind for layer in layers] or [use.what for use in own]
+        sites = [layer.site for layer in layers] or [use.site for use in own]
+        agreed = _tried_exactly(evidence)
+        yield _cause(
+            "random layer",
+            f"{', '.join(dict.fromkeys(names))}: replicas draw random numbers of their own on "
+            f"{_TITLES.get(many.backend, many.backend)}",
+            "they also differ with those of one device, so it is not the only cause"
+            if agreed is None
+            else f"with those of one device they agree ({agreed.largest_of_all():.0e})",
+            sites[0],
+            is_proven=agreed is not None,
+        )
+
+
+def _random_ops(evidence: Evidence) -> Iterator[Cause]:
+    """Random numbers of the framework itself, which have a state outside of Keras."""
+    many = evidence.many.record
+    for use in many.draws:
+        if not use.what.startswith("keras."):
+            yield _cause(
+                "random op",
+                f"{use.what} draws other random numbers on replicas",
+                _first_words(evidence),
+                use.site,
+                is_proven=False,
+            )
+            return
+
+
+def _tried_exactly(evidence: Evidence) -> Comparison | None:
+    """The comparison with the random numbers of one device on replicas, if that agrees."""
     one = evidence.one
     if any(use.seed is None for use in one.record.random):
         one = evidence.run(replace(one.variant, is_exact=True))
-    agreed = evidence.agrees_with(evidence.run(exact), one)
-    shown = (
-        f"with the masks of one device they agree ({agreed.largest_of_all():.0e})"
-        if agreed is not None
-        else "they also differ with the masks of one device, so it is not the only cause"
-    )
-    yield _cause(
-        "random layer",
-        f"{names}: replicas draw masks of their own on {_TITLES.get(many.backend, many.backend)}",
-        shown,
-        layers[0].site,
-        is_proven=agreed is not None,
-    )
+    exact = evidence.run(replace(evidence.many.variant, is_exact=True))
+    return evidence.agrees_with(exact, one)
 
 
 _TITLES = {"tensorflow": "TensorFlow", "torch": "torch"}
@@ -447,6 +477,30 @@ def _undecided_loss(evidence: Evidence) -> Iterator[Cause]:
             return
 
 
+def _mixing(evidence: Evidence) -> Iterator[Cause]:
+    """What the model computes from other rows than its own, by a try on halves of a batch."""
+    if evidence.many.record.backend == "jax":
+        return
+    for model in _trained(evidence.one.record):
+        layer = next((one for one in model.layers if one.name == model.mixing.layer), None)
+        if layer is not None:
+            yield _cause(
+                "layer",
+                f"{layer.name} ({layer.kind}) computes with other rows of the batch, of which a "
+                "replica has only its own",
+                "on the halves of a batch it gives other rows than on the whole",
+                layer.site,
+            )
+        elif model.mixing.is_loss:
+            own = list(model.own_methods.values())
+            yield _cause(
+                "loss",
+                "the loss is neither a mean nor a sum over the rows of a batch",
+                "that of a batch is neither the mean nor the sum of those of its halves",
+                own[0] if own else model.compile_site,
+            )
+
+
 def _loop(evidence: Evidence) -> Iterator[Cause]:
     """Custom training loops, where the program itself reduces losses and gradients."""
     one, many = evidence.one.record, evidence.many.record
@@ -456,14 +510,14 @@ def _loop(evidence: Evidence) -> Iterator[Cause]:
     site = many.loop_sites[0] if many.loop_sites else None
     if not many.num_distributed:
         shown = "no batch came from strategy.distribute_dataset"
-        yield _cause("loop data", "trains every replica on the same rows", shown, site)
+        yield _cause("loop data", "the loop trains every replica on the same rows", shown, site)
         return
     clips = list(source.calls(many.files, source.CLIPPING))
     reduces = any(True for _ in source.calls(many.files, {"reduce_gradients"}))
     if clips and not reduces and many.backend != "jax":
         yield _cause(
             "loop gradients",
-            "clips the gradients of one replica's rows",
+            "the loop clips the gradients of one replica's rows",
             _first_words(evidence),
             clips[0],
         )
@@ -474,7 +528,7 @@ def _loop(evidence: Evidence) -> Iterator[Cause]:
         sites = list(source.calls(many.files, {"apply_gradients", "apply", "compute_average_loss"}))
         yield _cause(
             "loop loss",
-            "the loss is not that of the global batch",
+            "the loop's loss is not that of the global batch",
             f"the first gradient is {ratio:.2f} times that of one device",
             _loss_site(many) or (sites[0] if sites else site),
         )
@@ -577,10 +631,19 @@ def _differing_data(one: Record, other: Record) -> list[str]:
     return found
 
 
-def _first_other_batch(one: Record, other: Record) -> int | None:
-    for number, (mine, theirs) in enumerate(zip(one.steps, other.steps, strict=False), start=1):
+def _first_other_batch(one: Record, other: Record, until: int | None = None) -> int | None:
+    """The first step whose batch differs; `until`: later ones are a consequence.
+
+    Replicas draw fewer random numbers than one device from the generator that shuffles the next
+    epoch.
+    """
+    done = 0
+    for mine, theirs in zip(one.steps, other.steps, strict=False):
+        done += mine.num_steps
+        if until is not None and done > until:
+            return None
         if None not in (mine.data, theirs.data) and mine.data != theirs.data:
-            return number
+            return done
     return None
 
 
@@ -600,6 +663,10 @@ def _site_of_training(record: Record) -> Site | None:
 
 def _scaling_site(record: Record) -> Site | None:
     return next(source.mentions(record.files, _REPLICA_NAMES), None)
+
+
+def _short(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _callback_site(record: Record) -> Site | None:

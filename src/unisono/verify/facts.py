@@ -35,6 +35,8 @@ def describe_model(
     facts.variables = [path_of(variable) for variable in model_variables(model)]
     facts.optimizer_variables = [path_of(v) for v in optimizer_variables(model, optimizers)]
     facts.layers = [describe_layer(layer, sites) for layer in layers_of(model, include_self=False)]
+    if _is_random(model):
+        facts.layers.append(describe_layer(model, sites))
     facts.dtype = _dtype(model)
     for optimizer in optimizers_for(model, optimizers)[:1]:
         facts.optimizer_site = sites.get(id(optimizer))

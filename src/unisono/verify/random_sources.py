@@ -16,8 +16,12 @@ import numpy as np
 
 from unisono.imports import after_import
 from unisono.verify.records import RandomUse, Site
-from unisono.verify.sites import is_of_user, site_at
+from unisono.verify.sites import is_of_user, site_at, user_site
 
+_DRAWS = (
+    *("normal", "uniform", "truncated_normal", "randint", "categorical", "shuffle", "gamma"),
+    *("binomial", "beta", "dropout"),
+)
 Note = Callable[[RandomUse], None]
 
 
@@ -93,10 +97,42 @@ class RandomSources:
 
         setattr(owner, name, function)
 
+    def install_draws(self, is_training: Callable[[], bool], note: Note) -> None:
+        """Note functions that draw while a model is trained; Keras is imported."""
+        from unisono.keras_internals import random_module
+        from unisono.replication.framework import framework
+
+        of_keras = [(random_module(), name) for name in _DRAWS]
+        of_framework = [*framework().drawing_functions(), *framework().dropout_functions()]
+        for owner, name in of_keras:
+            _note_calls(owner, name, f"keras.random.{name}", is_training, note, user_site)
+        for owner, name in of_framework:
+            what = f"{owner.__name__.removeprefix('tensorflow._api.v2.')}.{name}"
+            _note_calls(owner, name, what, is_training, note, _caller)
+
     def _next_seed(self) -> int:
         self._num_given += 1
         # Not a stream of `random`, whose state a program may depend on.
         return int(np.random.SeedSequence([self._seed, self._num_given]).generate_state(1)[0])
+
+
+def _note_calls(
+    owner: Any,
+    name: str,
+    what: str,
+    is_training: Callable[[], bool],
+    note: Note,
+    find_site: Callable[[], Site | None],
+) -> None:
+    plain = getattr(owner, name)
+
+    @functools.wraps(plain)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        if is_training() and (site := find_site()) is not None:
+            note(RandomUse(what, site))
+        return plain(*args, **kwargs)
+
+    setattr(owner, name, function)
 
 
 def _caller(*skipped: str) -> Site | None:

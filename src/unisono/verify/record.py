@@ -62,6 +62,7 @@ class Recorder:
         self._num_done = 0
         self._is_inside = False
         """Whether a call on a model is under way; replicas may be threads of it."""
+        self._call = ""
         self._loop_models: list[Any] = []
         self._batches: list[tuple[int | None, int]] = []
         self._loop_optimizers: list[Any] = []
@@ -91,7 +92,8 @@ class Recorder:
 
     def _install(self) -> None:
         settings = self.settings
-        RandomSources(self._note_random, settings.seed, is_exact=settings.is_exact).install()
+        self._random = RandomSources(self._note_random, settings.seed, is_exact=settings.is_exact)
+        self._random.install()
         warnings.warn = self._noting_warnings(warnings.warn)
         after_import("keras", self._install_keras)
 
@@ -102,13 +104,15 @@ class Recorder:
         self.record.backend = str(keras.backend.backend())
         set_seed(self.settings.seed)
         fit.every_fit.append(lambda: FitObserver(self))
+        self._random.install_draws(self._is_training, self._note_draw)
         self._loop = LoopRecorder(self)
         strategy.loop_observers.append(self._loop)
         watch_native_steps(self)
         for name in _CALLS:
             setattr(keras.Model, name, self._recording(name, getattr(keras.Model, name)))
-        for kind in (keras.layers.Layer, keras.optimizers.Optimizer):
-            kind.__init__ = self._noting_site(kind.__init__)
+        keras.layers.Layer.__new__ = self._noting_new(keras.layers.Layer.__new__)
+        kind = keras.optimizers.Optimizer
+        kind.__init__ = self._noting_init(kind.__init__)
         keras.Model.compile = self._noting_compile(keras.Model.compile)
 
     def _recording(self, name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -136,11 +140,22 @@ class Recorder:
             self._named = self.record.uses_unisono = names_unisono()
         return not self._named and not is_parallel(model)
 
-    def _noting_site(self, plain: Callable[..., None]) -> Callable[..., None]:
+    def _noting_new(self, plain: Callable[..., Any]) -> Any:
+        """Note where layers are made. Not in `__init__`, whose signature Keras looks at."""
+
         @functools.wraps(plain)
-        def __init__(target: Any, *args: Any, **kwargs: Any) -> None:
-            self._sites[id(target)] = user_site()
-            plain(target, *args, **kwargs)
+        def __new__(cls: type, *args: Any, **kwargs: Any) -> Any:
+            made = plain(cls, *args, **kwargs)
+            self._sites[id(made)] = user_site()
+            return made
+
+        return staticmethod(__new__)
+
+    def _noting_init(self, plain: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(plain)
+        def __init__(self_: Any, *args: Any, **kwargs: Any) -> None:
+            self._sites[id(self_)] = user_site()
+            plain(self_, *args, **kwargs)
 
         return __init__
 
@@ -165,6 +180,13 @@ class Recorder:
             plain(message, category, stacklevel + 1, **more)
 
         return warn
+
+    def _is_training(self) -> bool:
+        return self._loop.is_in_step or self._call in ("fit", "train_on_batch")
+
+    def _note_draw(self, use: RandomUse) -> None:
+        if use not in self.record.draws:
+            self.record.draws.append(use)
 
     def _note_random(self, use: RandomUse) -> None:
         if use not in self.record.random:
@@ -291,11 +313,11 @@ class Recorder:
         self._batches = []
         if name == "fit":
             watched(arguments, self._batches)
-        self._is_inside = True
+        self._is_inside, self._call = True, name
         try:
             result = run()
         finally:
-            self._is_inside = False
+            self._is_inside, self._call = False, ""
         if name == "train_on_batch":
             if not self.facts_of(model).start:
                 self.begin(model)
@@ -316,6 +338,7 @@ class Recorder:
             call = functools.partial(getattr(model, name), **given)
             self._recorded_call(name, model, given, call)
         self._note_values(has_failed=False)
+        self._probe()
 
     # -- the end -------------------------------------------------------------------------------
 
@@ -350,6 +373,7 @@ class Recorder:
             self._check_replicas(self._models[index])
         if self._last is None or not self.record.steps:
             return
+        self._probe()
         for name, given in self._own_calls():
             try:
                 getattr(self._last[0], name)(**given)
@@ -373,6 +397,19 @@ class Recorder:
             except Exception as error:  # Freed by a failed step, or never built.
                 if not has_failed and facts.start:
                     self.record.notes.append(f"{facts.name}: no values at the end ({error})")
+
+    def _probe(self) -> None:
+        """Look for what mixes rows, on one device, where it may explain a difference later."""
+        from unisono.parallel import replicated_model
+        from unisono.verify.probe import find_mixing
+
+        model, (x, y) = self._last or (None, (None, None))
+        replicated = None if model is None else replicated_model(model)
+        is_alone = replicated is None or replicated.placement.num_replicas == 1
+        if x is None or hasattr(x, "element_spec") or not is_alone or self.record.backend == "jax":
+            return
+        with contextlib.suppress(Exception):  # A model without a call of its own, say.
+            self.facts_of(model).mixing = find_mixing(model, x, y)
 
     def _check_replicas(self, model: Any) -> None:
         from unisono.errors import DisagreementError

@@ -96,6 +96,14 @@ class LayerFacts:
     """Batch norms of a framework's own module inside the layer."""
 
 
+@dataclass(frozen=True)
+class Mixing:
+    """What of a model computes with other rows than its own."""
+
+    layer: str = ""
+    is_loss: bool = False
+
+
 @dataclass
 class ModelFacts:
     """A model that was trained or asked."""
@@ -118,6 +126,7 @@ class ModelFacts:
     layers: list[LayerFacts] = field(default_factory=list)
     own_methods: dict[str, Site] = field(default_factory=dict)
     """Steps and losses that the class of the model defines itself."""
+    mixing: Mixing = Mixing()
     start: list[Any] = field(default_factory=list)
     """Samples of the variables before the first step."""
     weights: list[Any] = field(default_factory=list)
@@ -146,6 +155,8 @@ class Record:
     steps: list[Step] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     random: list[RandomUse] = field(default_factory=list)
+    draws: list[RandomUse] = field(default_factory=list)
+    """Functions that drew random numbers while a model was trained; the site is the program's."""
     warnings: list[str] = field(default_factory=list)
     """Those that unisono has issued."""
     notes: list[str] = field(default_factory=list)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from unisono.devices import format_replicas
 from unisono.verify.causes import Cause
-from unisono.verify.compare import CONTRACT, MOST_NOISE, Comparison, compare
+from unisono.verify.compare import CONTRACT, MOST_NOISE, Comparison, Quantity, compare
 from unisono.verify.diagnose import (
     Evidence,
     explain,
@@ -201,7 +201,10 @@ class Session:
                 comparison = compare(one.record, many.record, noise=noise, rounding=rounding)
         result = self._result(*self._verdict(comparison, noise, rounding), many)
         result = dataclasses.replace(result, comparison=comparison, noise=noise, rounding=rounding)
-        if not comparison.is_same:
+        if comparison.is_same and many.record.replicas_differ:
+            result.code = DIFFERS
+            result.verdict = f"The replicas differ from each other. {many.record.replicas_differ}"
+        elif not comparison.is_same:
             self._tell("the cause")
             evidence = Evidence(
                 one, again, many, noise, comparison, rounding, lambda v: self._run(v, _about(v))
@@ -225,8 +228,8 @@ class Session:
             return DIFFERS, f"{names} do something else than 1: {comparison.structure[0]}."
         quantity = first[0].quantity
         return DIFFERS, (
-            f"{names} do not give what 1 gives: {quantity.kind} differ first, at step "
-            f"{quantity.step}, by {_number(first[0].value)} in {quantity.name} ({floor})."
+            f"{names} do not give what 1 gives: {_what(quantity)} at step {quantity.step} differs "
+            f"first, by {_number(first[0].value)} ({floor})."
         )
 
     def _result(self, code: int, verdict: str, run: Run) -> Result:
@@ -243,6 +246,15 @@ class Session:
         ]
         notes += run.record.notes
         return Result(code, verdict, self._program, self._options, notes=notes, record=run.record)
+
+
+def _what(quantity: Quantity) -> str:
+    if quantity.kind == "weights":
+        return quantity.name
+    if quantity.kind == "optimizer":
+        return f"the optimizer's {quantity.name}"
+    kind = {"loss": "", "metrics": "", "evaluate": " of evaluate", "predict": " of predict"}
+    return f"{quantity.name}{kind.get(quantity.kind, '')}"
 
 
 def _about(variant: Variant) -> str:
