@@ -29,7 +29,7 @@ _join()
 _reserve()
 
 # Imported at their first use: some import Keras, which a program may want to set up first.
-_LAZY_MODULES = ("callbacks", "compat", "schedules")
+_LAZY_MODULES = ("callbacks", "compat", "schedules", "testing")
 
 
 # Exported by earlier releases; these classes are in `unisono.errors`.

@@ -12,25 +12,23 @@ import sys
 if __name__ == "__main__" and not sys.flags.safe_path:
     sys.path.pop(0)  # Our own folder: not a place where the program's imports are to be found.
 
-import builtins
 import contextlib
 import faulthandler
 import importlib.util
-import io
 import json
 import os
-import runpy
 import signal
 import socket
 import threading
 import traceback
 import types
-from importlib.machinery import SourceFileLoader
 from typing import Any
 
 _MOST_CHARACTERS = 100_000
 _LEGACY = "UNISONO_LEGACY"
 _CONSEQUENCES = {"PeerLost", "PeerLostError"}
+_RUNNER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "launch", "program.py")
+_LEADING = (__file__, _RUNNER, "<frozen runpy>")
 
 
 def main() -> None:
@@ -101,50 +99,11 @@ def _join() -> None:
 
 
 def _run(program: list[str]) -> None:
-    is_module = program[0] == "-m"
-    name = program[1] if is_module else program[0]
-    sys.argv = program[1:] if is_module else program
-    if is_module:
-        _run_module(name, os.getcwd())
-    elif os.path.isdir(name) or not _is_source(name):
-        _run_module("__main__", name)
-    else:
-        _run_file(name)
+    from unisono.launch.program import run_program
+    from unisono.verify.child import recorded
 
-
-def _run_file(name: str) -> None:
-    path = os.path.abspath(name)
-    if not sys.flags.safe_path:
-        sys.path.insert(0, os.path.dirname(os.path.realpath(name)))
-    loader = SourceFileLoader("__main__", path)
-    module = _new_main()
-    module.__file__ = path
-    module.__loader__ = loader
-    with io.open_code(path) as file:
-        code = loader.source_to_code(file.read(), path)
-    exec(code, vars(module))
-
-
-def _run_module(name: str, folder: str) -> None:
-    if name == "__main__" or not sys.flags.safe_path:
-        sys.path.insert(0, folder)
-    _new_main()
-    # What the interpreter itself calls for `python -m` and for folders.
-    runpy._run_module_as_main(name, alter_argv=name != "__main__")  # type: ignore[attr-defined]
-
-
-def _new_main() -> types.ModuleType:
-    """An empty `__main__`, so that what the program defines can be pickled by its name."""
-    module = types.ModuleType("__main__")
-    vars(module).update(__builtins__=builtins, __cached__=None)
-    sys.modules["__main__"] = module
-    return module
-
-
-def _is_source(name: str) -> bool:
-    """Whether a file is text; else it is an archive with a `__main__.py` in it."""
-    with open(name, "rb") as file:
-        return file.read(4) != b"PK\x03\x04"
+    with recorded():
+        run_program(program)
 
 
 def _code(end: SystemExit) -> int:
@@ -201,7 +160,7 @@ def _has_name(error: BaseException, names: set[str]) -> bool:
 def _own_part(trace: types.TracebackType | None) -> types.TracebackType | None:
     """A traceback without the frames that only led to the program."""
     kept = trace
-    while kept is not None and kept.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
+    while kept is not None and kept.tb_frame.f_code.co_filename in _LEADING:
         kept = kept.tb_next
     return kept or trace
 

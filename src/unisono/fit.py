@@ -54,6 +54,8 @@ from unisono.replication.random_state import random_state, set_random_state
 from unisono.telemetry import Telemetry
 
 _CALLS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
+every_fit: "list[Callable[[], StepObserver]]" = []
+"""Makers of observers for each `fit` of this process: those of `unisono verify`."""
 _AT_BATCHES = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
 
 
@@ -159,7 +161,7 @@ class ModelCalls:
             error = None  # It holds this frame.
 
     def _observers(self, callbacks: list[Any], call: "Call") -> list["StepObserver"]:
-        found: list[StepObserver] = []
+        found = [make() for make in every_fit]
         if is_handling_signals() or any(hasattr(callback, "on_preempt") for callback in callbacks):
             found.append(Preemption(callbacks))
         # Programs have attributes of that name too, which are no observers.

@@ -3,6 +3,7 @@
 `configure` limits what they may use of the machine. Keras is imported where a model is at hand.
 """
 
+import os
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from unisono.devices import (
     choose_own,
     current_policy,
     describe,
+    forced_replicas,
     simulated_gpus,
     warn_of_cores,
 )
@@ -24,6 +26,8 @@ from unisono.hooks import unbind
 if TYPE_CHECKING:
     import keras
 
+FORCED_SYNC = "UNISONO_VERIFY_SYNC_BATCH_NORM"
+"""Of `unisono verify`, set to 1: batch norm is synchronized, whatever a program asks for."""
 _REPLICATED = "_unisono"
 _DISTRIBUTED = "_unisono_horovod"  # What unisono.horovod, a package above, keeps on an optimizer.
 
@@ -78,6 +82,7 @@ def spread(
 
     check_model(model)
     _check_optimizer(model)
+    sync_batch_norm |= os.environ.get(FORCED_SYNC) == "1"
     backend = load_backend()
     before = replicated_model(model)
     if before is not None and (before.placement, before.sync_batch_norm) == (
@@ -103,6 +108,13 @@ def place(*, replicas: int | None, gpus: int | Sequence[int] | None) -> Placemen
         warn_of_cores(placement)
         return placement
     return choose_own(world.topology, replicas=replicas, gpus=gpus, num_visible_gpus=count_gpus())
+
+
+def place_on_cpus(count: int) -> Placement:
+    """CPU replicas, also where there are GPUs."""
+    if forced_replicas() is not None:
+        return place(replicas=count, gpus=None)
+    return Placement("cpu", tuple(range(count)))
 
 
 def release(model: "keras.Model") -> "keras.Model":

@@ -16,6 +16,7 @@ from unisono.devices import Policy
 from unisono.launch.channel import Channel, end_with_parent
 from unisono.launch.client import current_world
 from unisono.launch.workers import send_error, send_result
+from unisono.verify.child import recorded
 
 
 def main() -> None:
@@ -47,7 +48,9 @@ def _serve(channel: Channel) -> None:
     import keras  # noqa: F401
 
     function, args, kwargs = cloudpickle.loads(task)
-    result = function(*args, **kwargs)
+    result = None
+    with recorded():
+        result = function(*args, **kwargs)
     world = current_world()
     if world is not None:
         # A regular end: a process that still waits for this one gets an error that says so.

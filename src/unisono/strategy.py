@@ -9,14 +9,27 @@ import gc
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from unisono.backends import CustomLoop, load_backend
-from unisono.devices import Placement
+from unisono.devices import Placement, claimed_replicas
 from unisono.errors import StrategyError
 from unisono.hooks import Patch
 from unisono.parallel import check_call, is_parallel, place, spread
 
+
+class LoopObserver(Protocol):
+    """Is called around each batch of a distributed data set: the steps of a custom loop."""
+
+    def before(self, batch: Any, num_rows: int) -> None:
+        """A global batch is about to be given to the loop."""
+
+    def after(self) -> bool:
+        """The loop asks for the next one; returns whether it is to get any."""
+
+
+loop_observers: list[LoopObserver] = []
+"""Those of `unisono verify`."""
 _innermost = threading.local()
 _last: "Strategy | None" = None
 
@@ -78,7 +91,7 @@ class Strategy:
             >>> Strategy(replicas=2).num_replicas_in_sync
             2
         """
-        return self._loop.num_replicas
+        return claimed_replicas(self._loop.num_replicas)
 
     @contextmanager
     def scope(self) -> Iterator["Strategy"]:
@@ -324,7 +337,12 @@ class DistributedDataset:
             if world is not None:
                 topic = f"batch {number} of a distributed data set"
                 agree_on_batch(world, topic, batch, num_rows)
+            for observer in loop_observers:
+                observer.before(batch, num_rows)
             yield self._loop.split(batch, num_rows)
+            goes_on = [observer.after() for observer in loop_observers]
+            if not all(goes_on):
+                break
         if world is not None:
             world.all_gather("end of a distributed data set", None)
         self._loop.end_epoch()

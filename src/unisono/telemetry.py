@@ -60,7 +60,7 @@ class Telemetry:
         if isinstance(data, list):
             # Batches, which Keras on torch has fetched since the last step.
             self._waited_s += time.perf_counter() - self._last_end
-        return (*rest, self._timed(data)) if _is_plain_iterator(data) else args
+        return (*rest, self._timed(data)) if is_plain_iterator(data) else args
 
     def after(self, result: Any) -> None:
         self._num_steps += self._steps_at_once
@@ -221,7 +221,7 @@ class Loss:
         self._value = _loss(logs)
 
 
-def _is_plain_iterator(data: Any) -> bool:
+def is_plain_iterator(data: Any) -> bool:
     """Whether something is an iterator of Python's: TensorFlow's are traced into its functions."""
     is_traced = type(data).__module__.partition(".")[0] == "tensorflow"
     return isinstance(data, Iterator) and not is_traced

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import unisono
-from unisono.cli import bench, devices, jobs, migrate, run, submit, top, train
+from unisono.cli import bench, devices, jobs, migrate, run, submit, top, train, verify
 from unisono.errors import UnisonoError
 
 _COMMANDS = (
@@ -20,6 +20,7 @@ _COMMANDS = (
     run,
     train,
     top,
+    verify,
     bench,
     submit,
     jobs,

@@ -4,10 +4,10 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from unisono.compat.lookup import parse_devices
-from unisono.devices import Placement
+from unisono.devices import forced_replicas
 from unisono.errors import DeviceError
 from unisono.launch.client import current_world
-from unisono.parallel import count_gpus, parallel
+from unisono.parallel import count_gpus, parallel, place_on_cpus
 from unisono.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ def multi_gpu_model(
         unisono.errors.DeviceError: For multi-gpu usage to be effective, call `multi_gpu_model` \
 with `gpus >= 2`. Received: `gpus=1`
     """
-    if current_world() is not None:
-        return parallel(model)  # The launcher has assigned the devices.
+    if current_world() is not None or forced_replicas() is not None:
+        return parallel(model)  # The launcher has assigned the devices, or `unisono verify`.
     if isinstance(gpus, str) or not isinstance(gpus, int | Sequence | None):
         return parallel(model, gpus=gpus)  # Raises an error that says what to give.
     available = count_gpus()
@@ -107,4 +107,4 @@ class MirroredStrategy(Strategy):
         if kind == "gpu":
             super().__init__(gpus=ids)
         else:
-            self._use(Placement("cpu", tuple(ids)), sync_batch_norm=True)
+            self._use(place_on_cpus(len(ids)), sync_batch_norm=True)

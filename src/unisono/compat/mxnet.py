@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from unisono.devices import Placement
 from unisono.errors import DeviceError
 from unisono.launch.client import current_world
-from unisono.parallel import check_model, parallel, spread
+from unisono.parallel import check_model, parallel, place_on_cpus, spread
 
 if TYPE_CHECKING:
     import keras
@@ -116,7 +115,7 @@ def compile(
             model = parallel(model, gpus=ids)
         else:
             # Not `replicas=`, which would use GPUs if there are any.
-            model = spread(model, Placement("cpu", tuple(range(len(ids)))))
+            model = spread(model, place_on_cpus(len(ids)))
     model.compile(*args, **kwargs)
     return model
 

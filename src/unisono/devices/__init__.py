@@ -4,6 +4,8 @@ Runs before any framework is imported and imports none.
 """
 
 from unisono.devices.choice import (
+    CLAIMED_REPLICAS,
+    FORCED_REPLICAS,
     OVERSUBSCRIBE,
     REPLICAS,
     SIMULATED_GPUS,
@@ -11,7 +13,9 @@ from unisono.devices.choice import (
     check_cores,
     choose,
     choose_own,
+    claimed_replicas,
     default_replicas,
+    forced_replicas,
     format_replicas,
     num_gpus,
     remark_on_cores,
@@ -34,6 +38,8 @@ from unisono.devices.policy import (
 from unisono.devices.visibility import has_cuda_started
 
 __all__ = [
+    "CLAIMED_REPLICAS",
+    "FORCED_REPLICAS",
     "OVERSUBSCRIBE",
     "POLICY",
     "REPLICAS",
@@ -48,10 +54,12 @@ __all__ = [
     "check_cores",
     "choose",
     "choose_own",
+    "claimed_replicas",
     "current_policy",
     "default_replicas",
     "describe",
     "devices",
+    "forced_replicas",
     "format_bytes",
     "format_replicas",
     "grant_of",

@@ -2,7 +2,8 @@
 
 Runs before any framework is imported and imports none: a backend reports how many GPUs it sees, the
 decision is made here. `UNISONO_SIMULATED_GPUS=4` makes four CPU replicas stand in for GPUs 0 to 3,
-`UNISONO_REPLICAS=n` is the default for `replicas`.
+`UNISONO_REPLICAS=n` is the default for `replicas`. `unisono verify` runs a program unchanged on one
+device and on several, so the variable that it sets counts more than what the program asks for.
 """
 
 import itertools
@@ -20,6 +21,11 @@ SIMULATED_GPUS = "UNISONO_SIMULATED_GPUS"
 REPLICAS = "UNISONO_REPLICAS"
 OVERSUBSCRIBE = "UNISONO_OVERSUBSCRIBE"
 """Set to 1, it allows any number of CPU replicas per core, without a warning."""
+
+FORCED_REPLICAS = "UNISONO_VERIFY_REPLICAS"
+"""Of `unisono verify`: how many replicas there are, whatever a program asks for."""
+CLAIMED_REPLICAS = "UNISONO_VERIFY_CLAIM"
+"""Of `unisono verify`: how many replicas a program is told that scales its batch with them."""
 
 _MAX_PER_CORE = 8
 _MAX_THREADS = 1024
@@ -77,6 +83,16 @@ def default_replicas() -> int | None:
     return _count_from_environment(REPLICAS, minimum=1)
 
 
+def forced_replicas() -> int | None:
+    """The number of replicas that `unisono verify` wants, or None."""
+    return _count_from_environment(FORCED_REPLICAS, minimum=1)
+
+
+def claimed_replicas(count: int) -> int:
+    """The number of replicas to tell a program that has so many."""
+    return _count_from_environment(CLAIMED_REPLICAS, minimum=1) or count
+
+
 def num_gpus() -> int:
     """How many GPUs this machine shows, without importing a framework.
 
@@ -104,6 +120,8 @@ def choose(
     """
     simulated = simulated_gpus()
     available = simulated or num_visible_gpus
+    if (forced := forced_replicas()) is not None:
+        replicas, gpus = forced, None
     if replicas is not None:
         check_count("replicas", replicas)
     if gpus is not None:
@@ -133,6 +151,8 @@ def choose_own(
     Placement(kind='cpu', indices=(0,), is_simulated=False, num_processes=2)
     """
     size = facts.world_size
+    if forced_replicas() is not None:
+        replicas = gpus = None
     if replicas is not None:
         check_count("replicas", replicas)
         if replicas != size:

@@ -19,6 +19,7 @@ _WEIGHTS = {"interrupt": 0, "node": 0, "stall": 0, "kill": 0, "disagreement": 2,
 _USUAL_WEIGHT = 1
 _OUR_THREADS = (" in _end_with_launcher", " in _send_heartbeats")
 _OUR_FILE = str(Path(__file__).parent.with_name("bootstrap.py"))
+_RUNNER = str(Path(__file__).with_name("program.py"))
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,9 @@ def without_ours(stacks: str) -> str:
         lines = thread.splitlines()
         if any(line.endswith(_OUR_THREADS) for line in lines):
             continue
-        kept.append("\n".join(line for line in lines if _OUR_FILE not in line))
+        kept.append(
+            "\n".join(line for line in lines if _OUR_FILE not in line and _RUNNER not in line)
+        )
     return "\n\n".join(kept).strip() or "(no answer)"
 
 

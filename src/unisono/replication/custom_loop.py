@@ -14,6 +14,7 @@ import keras
 from unisono.hooks import bind_in_step
 from unisono.keras_internals import value_of
 from unisono.replication.batch_norm import batch_norms, synchronize_moments
+from unisono.replication.exact_draws import draw_for_batch
 from unisono.replication.introspection import drifting_variables
 from unisono.replication.replication import Kernels
 from unisono.replication.step import (
@@ -46,6 +47,7 @@ class LoopReplication:
         self.are_gradients_reduced = False
         """Whether the loop has called `reduce_gradients`, and is to do so for all gradients."""
         self._models: dict[int, Any] = {}
+        draw_for_batch(current)
 
     def take(
         self, models: Iterable[Any], optimizers: Iterable[Any], metrics: Iterable[Any]

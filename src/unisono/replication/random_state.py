@@ -15,11 +15,17 @@ import numpy as np
 from unisono import keras_internals
 from unisono.errors import ModelError
 from unisono.imports import after_import
+from unisono.replication.exact_draws import is_exact
 from unisono.replication.framework import framework
 
 # Between the seeds of ranks. Large: torch adds the two words of a seed, so that seeds of neighbours
 # must not run into each other.
 SEED_STRIDE = 1_000_003
+
+
+def seed_stride() -> int:
+    """What is between the seeds of replicas: none if they draw the numbers of one device."""
+    return 0 if is_exact() else SEED_STRIDE
 
 
 def set_seed(seed: int) -> None:

@@ -29,6 +29,7 @@ from unisono.replication.batch_norm import (
     restore_moments,
     synchronize_moments,
 )
+from unisono.replication.exact_draws import draw_for_batch
 from unisono.replication.introspection import (
     drifting_variables,
     is_mean_of_samples,
@@ -87,6 +88,7 @@ class Replication:
         self._drifting: list[Any] = []
         self._kinds: dict[str, tuple[list[Any], LossKinds]] = {}
         self._known: dict[str, KnownKinds] = {}
+        draw_for_batch(current)
         self.prepare()
 
     def prepare(self) -> None:

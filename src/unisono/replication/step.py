@@ -17,7 +17,7 @@ from keras import ops
 from unisono.keras_internals import get_keras_mask, optimized_variables, set_keras_mask
 from unisono.replication.introspection import is_sum_of_samples
 from unisono.replication.loss_kinds import MEAN, SUM, KnownKinds
-from unisono.replication.random_state import SEED_STRIDE as SEED_STRIDE
+from unisono.replication.random_state import seed_stride as seed_stride
 
 _MOST_ELEMENTS = 4096
 
@@ -90,6 +90,10 @@ class Replica(Protocol):
     """Makes a sum over rows count as a mean: 1 / share, or 1 where each replica has all rows."""
     may_be_empty: bool
     """Whether a replica can be without rows."""
+    num_rows: Any
+    """Rows of the global batch."""
+    bounds: tuple[Any, Any]
+    """The first and the past-the-last of them that this replica has."""
 
     def gather_rows(self, x: Any) -> Any:
         """Rows of all replicas in order; gradients flow into this replica's own rows."""

@@ -12,7 +12,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from unisono.devices import Placement, choose, num_gpus, remark_on_cores, select, simulated_gpus
+from unisono.devices import (
+    Placement,
+    choose,
+    claimed_replicas,
+    num_gpus,
+    remark_on_cores,
+    select,
+    simulated_gpus,
+)
 from unisono.errors import ConfigurationError, DataError, UnisonoError
 from unisono.launch.client import current_world
 from unisono.launch.failure import Failure
@@ -41,7 +49,7 @@ class Run:
             self.num_replicas = topology().world_size
         else:
             self._placement = place(settings)
-            self.num_replicas = self._placement.num_replicas
+            self.num_replicas = claimed_replicas(self._placement.num_replicas)
 
     @property
     def num_processes(self) -> int:

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from unisono.backends.tensorflow.collectives import Group
 from unisono.backends.tensorflow.replica import current_replica
-from unisono.replication.step import SEED_STRIDE
+from unisono.replication.step import seed_stride
 
 _WRITES = (
     "assign",
@@ -97,7 +97,7 @@ def _num_writes(variable: Any) -> int:
 
 def _own_seed(state: Any, rank: int) -> Any:
     first, second = (int(word) for word in state.numpy())
-    return tf.constant([(first + rank * SEED_STRIDE) % 2**32, second], state.dtype)
+    return tf.constant([(first + rank * seed_stride()) % 2**32, second], state.dtype)
 
 
 def _track(value: Any) -> None:

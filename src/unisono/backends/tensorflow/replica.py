@@ -121,6 +121,7 @@ class TensorFlowReplica:
         self.metric_factor = tf.where(is_replicated, 1.0 / count, 1.0)
         self.sum_scale = tf.where(is_replicated, 1.0, 1.0 / self.share)
         self._rows_after = tf.where(is_replicated, self._stop, num_rows)
+        self.bounds = self._start, self._stop
         self._postponed: Callable[[], Any] | None = None
         self._riders: list[Any] = []
         self._rider_sums: list[Any] | None = None

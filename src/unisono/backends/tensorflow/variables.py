@@ -24,7 +24,7 @@ from unisono.backends.tensorflow.internals import MirroredVariable, get_update_r
 from unisono.hooks import bind, unbind
 from unisono.replication.interrupts import interrupts_held_back
 from unisono.replication.introspection import optimizers_of, rename_variables, with_inner
-from unisono.replication.step import SEED_STRIDE
+from unisono.replication.step import seed_stride
 
 _COPIES = "unisono_copies"
 _OPTIMIZER_METHODS = (
@@ -165,7 +165,7 @@ def spread_seed(state: Any) -> None:
     values = state._value.values
     first = values[0].numpy()
     for replica, value in enumerate(values[1:], start=1):
-        value.assign([first[0] + replica * SEED_STRIDE, first[1]])
+        value.assign([first[0] + replica * seed_stride(), first[1]])
 
 
 class StepSeeds:
@@ -212,7 +212,7 @@ class StepSeeds:
         first, second = (int(word) for word in self._generator.state.numpy())
         copy = SeedGenerator(0)
         # One stride more for all, so that no replica draws what the program draws.
-        copy.state.assign([(first + (self._rank + 1) * SEED_STRIDE) % 2**31, second])
+        copy.state.assign([(first + (self._rank + 1) * seed_stride()) % 2**31, second])
         if self._strategy is not None:
             copy.state._value = mirrored(copy.state, self._strategy)
             spread_seed(copy.state)

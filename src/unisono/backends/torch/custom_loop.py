@@ -29,7 +29,7 @@ from unisono.devices import Placement
 from unisono.errors import StrategyError
 from unisono.replication.custom_loop import LoopReplication, living_keras_objects
 from unisono.replication.introspection import seed_states
-from unisono.replication.step import SEED_STRIDE
+from unisono.replication.step import seed_stride
 
 
 class TorchLoop:
@@ -169,7 +169,7 @@ class TorchLoop:
     def _spread_seed(self, state: Any, group: Group) -> None:
         if id(state) not in self._seeds:
             self._seeds[id(state)] = state
-            state._value.data[0] += group.rank * SEED_STRIDE
+            state._value.data[0] += group.rank * seed_stride()
 
 
 class _WithGradientOfMean(torch.autograd.Function):

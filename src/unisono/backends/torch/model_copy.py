@@ -27,7 +27,7 @@ from unisono.replication.introspection import seed_states
 from unisono.replication.loss_check import find_kinds, num_rows_tried
 from unisono.replication.loss_kinds import LossKinds
 from unisono.replication.replication import Kernels, Replication
-from unisono.replication.step import SEED_STRIDE, StepState
+from unisono.replication.step import StepState, seed_stride
 
 
 class ModelCopy:
@@ -106,7 +106,7 @@ class ModelCopy:
         for i in places:
             if id(variables[i]) in seeds:
                 # A random stream per replica, so that no two draw the same dropout masks.
-                variables[i]._value.data[0] += group.rank * SEED_STRIDE
+                variables[i]._value.data[0] += group.rank * seed_stride()
         for variable, is_trainable in zip(variables, trainable.tolist(), strict=True):
             if variable._trainable != is_trainable:
                 variable.trainable = is_trainable

@@ -41,6 +41,8 @@ class TorchReplica:
         self.share = 1.0 / group.size if is_replicated else self._sizes[group.rank] / num_rows
         self.metric_factor = 1.0 / group.size if is_replicated else 1.0
         self.sum_scale = 1.0 if is_replicated else 1.0 / self.share
+        whole = (0, num_rows)
+        self.bounds = whole if is_replicated else shard_bounds(num_rows, group.size, group.rank)
 
     def gather_rows(self, x: torch.Tensor) -> torch.Tensor:
         if self._is_replicated or len(x) != self._sizes[self.group.rank]:

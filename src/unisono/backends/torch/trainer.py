@@ -30,9 +30,10 @@ from unisono.hooks import bind, original, unbind
 from unisono.keras_internals import forget_torch_functions
 from unisono.launch.client import current_world
 from unisono.replication.checksums import names_of, own_checksums
+from unisono.replication.exact_draws import is_exact
 from unisono.replication.introspection import leaf_metrics, optimizers_of
 from unisono.replication.loss_kinds import LossKinds
-from unisono.replication.step import SEED_STRIDE
+from unisono.replication.random_state import SEED_STRIDE
 
 _STEPS = ("train_step", "test_step", "predict_step")
 # Large and odd, so that the streams of one replica's steps do not run into another's.
@@ -248,6 +249,9 @@ class RunPeers:
 
         Outside of steps these generators stay the same on all: they shuffle the data.
         """
+        if is_exact():
+            yield
+            return
         self._num_steps += 1
         seed = torch.initial_seed() + group.rank * SEED_STRIDE + self._num_steps * _STEP_STRIDE
         states = [(generator, generator.get_state()) for generator in generators()]

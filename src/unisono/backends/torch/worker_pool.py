@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from unisono.backends.torch.batch_memory import BatchReader, BatchWriter
 from unisono.backends.torch.batches import HostArrays, on_host, to_device
-from unisono.backends.torch.devices import default_device
+from unisono.backends.torch.devices import default_device, generators
 from unisono.backends.torch.model_copy import ModelCopy
 from unisono.backends.torch.model_pickle import pack, replicated_variables, unpack
 from unisono.backends.torch.process_group import Group
@@ -37,10 +37,11 @@ from unisono.launch.channel import Channel, SharedMemory
 from unisono.launch.cpu_environment import malloc_environment
 from unisono.launch.workers import Workers, WorkerWatch, first_cause, worker_error
 from unisono.replication.checksums import own_checksums
+from unisono.replication.exact_draws import is_exact
 from unisono.replication.introspection import optimizers_of
 from unisono.replication.loss_kinds import LossKinds
 from unisono.replication.random_state import set_seed
-from unisono.replication.step import SEED_STRIDE
+from unisono.replication.step import seed_stride
 from unisono.scratch import Scratch, sweep
 
 _START_TIMEOUT_S = 180.0
@@ -98,7 +99,9 @@ class WorkerPeers:
             num_rows, model = shard.num_rows, self._copy.model
             layout = self._pool.write(shard.data, num_rows)
             kinds = self._copy.replication.kinds(name)
-            self._pool.send("step", self._number, name, layout, num_rows, model.training, kinds)
+            states = [g.get_state() for g in generators()] if is_exact() else None
+            command = ("step", self._number, name, layout, num_rows, model.training, kinds, states)
+            self._pool.send(*command)
             rows = own_rows(num_rows, group)
             own = keras.tree.map_structure(
                 lambda leaf: to_device(leaf[rows] if has_rows(leaf, num_rows) else leaf), shard.data
@@ -314,7 +317,7 @@ class Worker:
         model, variables = unpack(data)
         self._copies[number] = ModelCopy(model, sync_batch_norm=sync_batch_norm)
         self._copies[number].changes.watch(variables)
-        set_seed((seed + self._group.rank * SEED_STRIDE) % 2**31)
+        set_seed((seed + self._group.rank * seed_stride()) % 2**31)
 
     def do_forget(self, number: int) -> None:
         self._copies.pop(number, None)
@@ -334,7 +337,10 @@ class Worker:
         num_rows: int,
         training: bool,
         kinds: LossKinds | None,
+        states: list[Any] | None,
     ) -> None:
+        for generator, state in zip(generators(), states or (), strict=False):
+            generator.set_state(state)
         copy = self._copies[number]
         assert self._reader is not None
         if kinds is not None:
