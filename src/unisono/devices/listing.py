@@ -57,7 +57,7 @@ def list_devices() -> Listing:
     visibility = read_visibility(reading.gpus)
     notes = [
         *visibility.explain(),
-        *explain_order([gpu.name for gpu in reading.gpus]),
+        *explain_order([gpu.name for gpu in reading.gpus if gpu.error is None]),
         *explain_mig([gpu.uuid for gpu in reading.gpus]),
     ]
     records = [

@@ -49,6 +49,10 @@ class Answer:
     seconds: float
     problem: str | None = None
     """Why it did not come to its end."""
+    is_late: bool = False
+    """Whether its time was over."""
+    is_cut: bool = False
+    """Whether doctor had less time left than the program may take, and it did not end in that."""
 
     def of(self, stage: str) -> list[Mapping[str, Any]]:
         return [record for record in self.records if record.get("stage") == stage]
@@ -80,7 +84,7 @@ def run_child(
         command = [sys.executable, "-m"]
         command += ["unisono", *launcher, "-m"] if replicas is not None else []
         command += [f"{_PROGRAMS}.{program}", str(records), *map(str, words)]
-        began = time.monotonic()
+        began, is_late = time.monotonic(), False
         with output.open("wb") as stream:
             process = subprocess.Popen(
                 command,
@@ -98,10 +102,10 @@ def run_child(
                 code = process.wait(limit_s)
                 problem = None if code == 0 else _cause(code, output)
             except subprocess.TimeoutExpired:
-                problem = f"did not end within {limit_s:.0f} s"
+                problem, is_late = f"did not end within {limit_s:.0f} s", True
             finally:
                 _end(process)
-        return Answer(_read(records), time.monotonic() - began, problem)
+        return Answer(_read(records), time.monotonic() - began, problem, is_late)
 
 
 def _environment(backend: str) -> dict[str, str]:

@@ -55,8 +55,8 @@ class Examination:
         self._deadline = time.monotonic() + budget_s
         self._facts: dict[str, Answer] = {}
         self.main = keras_backend()
-        self.backends = [name for name in (self.main, *FRAMEWORKS) if is_installed(name)]
-        self.backends = list(dict.fromkeys(self.backends))
+        names = [name for name in (self.main, *FRAMEWORKS) if name in FRAMEWORKS]
+        self.backends = [name for name in dict.fromkeys(names) if is_installed(name)]
         """The installed ones, the chosen one first."""
 
     @functools.cached_property
@@ -107,15 +107,17 @@ class Examination:
         is_exact: bool = True,
     ) -> Answer:
         """Run a program in a process of its own, in the time that is left."""
-        return run_child(
+        granted_s = min(limit_s, max(self.left_s, _MIN_LEFT_S))
+        answer = run_child(
             program,
             *words,
             backend=backend,
-            limit_s=min(limit_s, max(self.left_s, _MIN_LEFT_S)),
+            limit_s=granted_s,
             replicas=replicas,
             env=(FULL_PRECISION if is_exact else {}) | (env or {}),
             cores=cores,
         )
+        return dataclasses.replace(answer, is_cut=answer.is_late and granted_s < limit_s)
 
 
 Run = Callable[[Examination], Iterable[Result]]

@@ -9,7 +9,7 @@ from unisono.backends import FRAMEWORKS, Build
 from unisono.backends.missing_gpus import explain_missing_gpus
 from unisono.devices import format_bytes, simulated_gpus
 from unisono.devices.driver import num_in_files, read_driver, traces
-from unisono.doctor.results import Result, broken, not_checked, slow, works
+from unisono.doctor.results import Result, broken, failed, not_checked, slow, works
 
 if TYPE_CHECKING:
     from unisono.doctor.examination import Examination
@@ -161,9 +161,10 @@ def check_compute(examination: "Examination") -> Iterator[Result]:
                 "Hide this device (CUDA_VISIBLE_DEVICES), update the driver, or have it replaced.",
             )
         for device in hung:
-            yield broken(
+            yield failed(
                 f"{name} on {device}",
-                f"a product of two matrices {answer.problem or 'gave no answer'}",
+                answer,
+                "a product of two matrices",
                 "Run nvidia-smi and dmesg | grep -i xid for its errors.",
             )
         if wrong or hung or not done:

@@ -6,6 +6,7 @@ A report may be published: it has no user name, no host name and no path of a ho
 import contextlib
 import getpass
 import json
+import math
 import os
 import platform
 import re
@@ -148,6 +149,8 @@ def _anonymous(value: Any, names: dict[str, str]) -> Any:
         return {str(key): _anonymous(each, names) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [_anonymous(each, names) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # JSON has no such numbers.
     return value
 
 

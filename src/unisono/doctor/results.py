@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from unisono.doctor.child import Answer
+
 
 class Verdict(enum.Enum):
     """How a part of the machine is."""
@@ -42,3 +44,10 @@ def broken(name: str, sentence: str, advice: str, **data: Any) -> Result:
 
 def not_checked(name: str, sentence: str, advice: str = "", **data: Any) -> Result:
     return Result(name, Verdict.NOT_CHECKED, sentence, advice, data)
+
+
+def failed(name: str, answer: Answer, what: str, advice: str) -> Result:
+    """A program that gave no answer: broken, unless it only had too little time."""
+    if answer.is_cut:
+        return not_checked(name, f"no time was left: {what} {answer.problem}")
+    return broken(name, f"{what} {answer.problem or 'gave no answer'}", advice)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from unisono.backends import FRAMEWORKS
-from unisono.doctor.results import Result, broken, not_checked, works
+from unisono.doctor.results import Result, broken, failed, not_checked, works
 from unisono.imports import newest_tested
 
 if TYPE_CHECKING:
@@ -153,11 +153,8 @@ def check_backends(examination: "Examination") -> Iterator[Result]:
             kind = f"ROCm {facts['rocm']}" if facts["rocm"] else kind
         if not build or not answer.of("devices"):
             stage = "is imported" if not build else "starts with Keras"
-            yield broken(
-                backend,
-                f"the process in which it {stage} {answer.problem or 'wrote nothing'}",
-                f"Reinstall it: pip install --force-reinstall {backend}",
-            )
+            fix = f"Reinstall it: pip install --force-reinstall {backend}"
+            yield failed(backend, answer, f"the process in which it {stage}", fix)
         else:
             seconds = f"{answer.seconds:.1f} s with a first computation"
             yield works(backend, f"{version} ({kind}) starts, {seconds}", **facts)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from unisono.devices import format_replicas
 from unisono.devices.cpu import num_cores
 from unisono.doctor.machine import busy_fraction
-from unisono.doctor.results import Result, broken, not_checked, slow, works
+from unisono.doctor.results import Result, broken, failed, not_checked, slow, works
 from unisono.scratch import temporary_folder
 
 if TYPE_CHECKING:
@@ -79,9 +79,10 @@ def check_speed(examination: "Examination") -> Iterator[Result]:
         )
         found = answer.of("speed")
         if not found:
-            yield broken(
+            yield failed(
                 f"{name}, {format_replicas(count)}",
-                f"training {answer.problem or 'gave no answer'}",
+                answer,
+                "training",
                 f"Try: KERAS_BACKEND={backend} unisono run --replicas {count} your_script.py",
             )
             return
@@ -131,11 +132,11 @@ def _links(examination: "Examination", backend: str) -> Iterator[Result]:
         for each in done
         if "error" not in each and each["sum"] != 3
     }
+    if answer.is_cut or (answer.problem and not begun):
+        yield failed(name, answer, "processes of a run", _links_advice(target))
+        return
     if len(begun) > len(done):
         wrong[begun[-1]] = f"the all-reduce {answer.problem or 'gave no answer'}"
-    elif answer.problem and not done:
-        yield broken(name, f"processes of a run {answer.problem}", _links_advice(target))
-        return
     for (first, second), what in wrong.items():
         yield broken(f"{name} {noun} {first} and {second}", what, _links_advice(target))
     speeds = {tuple(each["pair"]): float(each["gigabytes_per_s"]) for each in done if "sum" in each}
@@ -188,9 +189,10 @@ def _contract(examination: "Examination", backend: str) -> Iterator[Result]:
             noise = max([noise, *(float(each["difference"]) for each in answer.of("one device"))])
             found = answer.of(way)
             if not found:
-                yield broken(
+                yield failed(
                     name,
-                    f"training on {target} {answer.problem or 'gave no answer'}",
+                    answer,
+                    f"training on {target}",
                     "Please report it, with the output of `unisono doctor --json`.",
                 )
                 continue

@@ -80,7 +80,9 @@ def _difference(expected: dict[str, Any], found: dict[str, Any]) -> dict[str, An
     for name, value in expected.items():
         scale = np.maximum(1.0, np.abs(value))
         difference = float(np.max(np.abs(found[name] - value) / scale, initial=0.0))
-        if not difference <= largest:  # NaN as well.
+        if np.isnan(difference):
+            return {"difference": float("inf"), "where": name}
+        if difference > largest:
             largest, where = difference, name
     return {"difference": largest, "where": where}
 
