@@ -9,11 +9,14 @@ import pytest
 
 BACKEND = os.environ.get("KERAS_BACKEND", "tensorflow")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+# The time of a busy machine: what did not fit into doctor's own would be missing here.
 ONE_BACKEND = """
-import sys
+import functools, sys
+import unisono.doctor
 from unisono import cli
 from unisono.doctor import examination
 examination.is_installed = lambda name: name == {backend!r}
+unisono.doctor.examine = functools.partial(examination.examine, budget_s=280)
 sys.exit(cli.main(["doctor", "--json", *sys.argv[1:]]))
 """
 # What every process of Python imports at its start: replicas then train with another rate.
@@ -48,9 +51,8 @@ def doctor(*only: str, **env: str) -> dict[str, dict]:
 def test_what_works_here():
     found = doctor("backends", "compute", "links", "contract", "speed")
     verdicts = {name: line["verdict"] for name, line in found.items()}
-    assert verdicts.pop(f"speed-up ({BACKEND})") in ("works", "slow"), found
-    link = f"gloo ({BACKEND})"
-    assert verdicts.pop(link) in ("works", "slow"), found
+    link, speed = f"gloo ({BACKEND})", f"speed-up ({BACKEND})"
+    assert {verdicts.pop(name, None) for name in (link, speed)} <= {"works", "slow"}, found
     assert verdicts == {
         BACKEND: "works",
         f"compute in {BACKEND}": "works",

@@ -30,7 +30,10 @@ def explain_missing_gpus(framework: Framework, build: Build, num_gpus: int) -> s
     `build` is that of the framework, which is not imported here.
     """
     found = f"The driver shows {num_gpus} GPU(s) and {framework.title} {build.version} sees none"
-    install = framework.gpu_install(list_devices().cuda)
+    listing = list_devices()
+    install = framework.gpu_install(listing.cuda)
+    if listing.driver is None:  # Counted by another backend, as on ROCm.
+        return f"{found}. Install its build for these GPUs, as its documentation describes."
     if build.is_cpu_only:
         return f"{found}: it is a CPU build. Install its GPU build: {install}"
     kind = f"CUDA {build.cuda}" if build.cuda else f"ROCm {build.rocm}"

@@ -6,7 +6,6 @@ second choice: it takes seconds, while NVML takes milliseconds.
 
 import functools
 import os
-import subprocess
 import sys
 
 from unisono.topology import JOINED
@@ -31,6 +30,8 @@ def count_in_child() -> int | None:
 
 @functools.cache
 def _count(relevant: tuple[tuple[str, str], ...]) -> int | None:
+    import subprocess  # Rarely needed: `import unisono` is to be quick.
+
     # What a launcher has set is meant for this process: a child that joined would be one too many.
     env = {**os.environ, JOINED: str(os.getpid())}
     try:

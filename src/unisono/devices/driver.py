@@ -7,7 +7,6 @@ Nothing here raises.
 """
 
 import contextlib
-import ctypes
 import os
 import pwd
 from collections.abc import Callable
@@ -136,6 +135,8 @@ def _start(pynvml: Any) -> None:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError_LibraryNotFound:
+        import ctypes
+
         library = _ROOT / _WSL_NVML
         if not library.exists():
             raise

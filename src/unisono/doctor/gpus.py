@@ -110,7 +110,7 @@ def check_backend_gpus(examination: "Examination") -> Iterator[Result]:
                 }
             )
             told = explain_missing_gpus(FRAMEWORKS[backend], build, expected)
-            sentence, _, advice = told.rpartition(". ")
+            sentence, _, advice = told.partition(". ")
             yield broken(name, sentence, advice)
         elif seen < expected:
             yield broken(

@@ -4,9 +4,11 @@ All of it runs the programs that users' training goes through: `unisono.parallel
 and `unisono run` with a process per replica.
 """
 
+import contextlib
 import os
 import statistics
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.devices import format_replicas
@@ -113,6 +115,9 @@ def check_others(examination: "Examination") -> Iterator[Result]:
 
 def _links(examination: "Examination", backend: str) -> Iterator[Result]:
     target = examination.target(backend)
+    if target.env:
+        sentence = "there is one GPU: links, contract and speed-up are checked on CPU replicas"
+        yield not_checked(f"NCCL ({backend})", sentence)
     megabytes = _GPU_MEGABYTES if target.is_gpu else _CPU_MEGABYTES
     answer = examination.run(
         "links",
@@ -234,9 +239,7 @@ def _speed_result(name: str, target: "Target", rates: dict[int, float], busy: fl
         reasons = [
             f"{busy:.0%} of the cores were busy with other processes" if busy > _MAX_BUSY else "",
             "replicas share GPUs' links: see the lines on links" if target.is_gpu else "",
-            "CPU replicas share memory bandwidth, and hyper-threads a core"
-            if not target.is_gpu
-            else "",
+            "" if target.is_gpu else _cores_reason(),
         ]
         return slow(name, sentence, f"Likely: {'; '.join(filter(None, reasons))}.", **data)
     return works(name, sentence, **data)
@@ -259,6 +262,19 @@ def _counts(most: int) -> list[int]:
 def _busy_reason() -> str:
     busy = busy_fraction() or 0.0
     return f"{busy:.0%} of the cores are busy with other processes." if busy > _MAX_BUSY else ""
+
+
+def _cores_reason() -> str:
+    """Why CPU replicas may be slower together than alone."""
+    cores = sorted(os.sched_getaffinity(0))
+    siblings = set()
+    for core in cores:
+        path = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
+        with contextlib.suppress(OSError):
+            siblings.add(path.read_text().strip())
+    if siblings and len(siblings) < len(cores):
+        return f"the {len(cores)} cores are hyper-threads of {len(siblings)} physical cores"
+    return "CPU replicas share memory bandwidth, and on a virtual machine perhaps cores"
 
 
 def _links_advice(target: "Target") -> str:

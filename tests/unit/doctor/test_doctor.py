@@ -312,6 +312,11 @@ class TestLinks:
     def pair(self, a: int, b: int, **found) -> dict:
         return {"stage": "pair", "pair": [a, b], **found}
 
+    def test_one_gpu_has_no_link(self, elsewhere):
+        line, _ = self.links(elsewhere, self.pair(0, 1, sum=3.0, gigabytes_per_s=1.0), gpus=1)
+        assert line["verdict"] == "not checked"
+        assert line["sentence"].startswith("there is one GPU")
+
     def test_right_and_fast(self, elsewhere):
         [line] = self.links(elsewhere, self.pair(0, 1, sum=3.0, gigabytes_per_s=20.0))
         assert line["sentence"] == "all-reduce right for 1 pair on 2 GPUs, 20 GB/s"
