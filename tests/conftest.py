@@ -87,7 +87,16 @@ def python_with_gpus(driver_folder) -> Callable[..., subprocess.CompletedProcess
 @pytest.fixture(scope="session")
 def answer(python_with_gpus) -> Callable[..., Any]:
     """What an expression of Python is on that machine, as JSON carries it."""
+    return _answer_of(python_with_gpus)
 
+
+@pytest.fixture(scope="session")
+def plain_answer(plain_python) -> Callable[..., Any]:
+    """The same on this machine as it is."""
+    return _answer_of(plain_python)
+
+
+def _answer_of(python: Callable[..., subprocess.CompletedProcess[str]]) -> Callable[..., Any]:
     def run(expression: str, **env: str) -> Any:
         script = f"""
 import dataclasses, json, os, sys, unisono
@@ -101,7 +110,7 @@ print(json.dumps({expression}, default=dataclasses.asdict))
 loaded = {{"keras", "jax", "tensorflow", "torch"}} & set(sys.modules)
 assert not loaded, loaded
 """
-        done = python_with_gpus(["-c", script], **env)
+        done = python(["-c", script], **env)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 

@@ -51,6 +51,11 @@ def keras_backend() -> str:
         return "tensorflow"
 
 
+def newest_tested(name: str) -> tuple[int, int]:
+    """The newest version of Keras or a framework that all tests passed with."""
+    return _TESTED[name]
+
+
 def check_versions(*frameworks: str) -> None:
     """Raise VersionError where an imported framework is newer than those that were tested.
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from unisono.backends import ReplicatedModel, load_backend, load_framework
+from unisono.backends.missing_gpus import warn_of_missing_gpus
 from unisono.backends.settings import apply_policy
 from unisono.devices import (
     Placement,
@@ -106,8 +107,12 @@ def place(*, replicas: int | None, gpus: int | Sequence[int] | None) -> Placemen
     if world is None:
         placement = choose(replicas=replicas, gpus=gpus, num_visible_gpus=count_gpus())
         warn_of_cores(placement)
-        return placement
-    return choose_own(world.topology, replicas=replicas, gpus=gpus, num_visible_gpus=count_gpus())
+    else:
+        placement = choose_own(
+            world.topology, replicas=replicas, gpus=gpus, num_visible_gpus=count_gpus()
+        )
+    warn_of_missing_gpus(placement, load_framework())
+    return placement
 
 
 def place_on_cpus(count: int) -> Placement:

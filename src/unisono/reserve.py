@@ -10,7 +10,7 @@ import contextlib
 import sys
 from typing import Any
 
-from unisono.devices import default_replicas, num_gpus, simulated_gpus
+from unisono.devices import default_replicas, num_listed_gpus, simulated_gpus
 from unisono.errors import DeviceError
 from unisono.imports import after_import, keras_backend
 
@@ -21,7 +21,7 @@ def reserve() -> None:
     """Arrange for TensorFlow to offer virtual CPU devices, now or when it is imported."""
     # A malformed variable is reported by the calls that use devices, not by the import.
     with contextlib.suppress(DeviceError):
-        if keras_backend() != "tensorflow" or (num_gpus() and not simulated_gpus()):
+        if keras_backend() != "tensorflow" or (num_listed_gpus() and not simulated_gpus()):
             return
         tensorflow = sys.modules.get("tensorflow")
         if tensorflow is None or hasattr(tensorflow, "config"):

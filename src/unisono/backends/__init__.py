@@ -3,7 +3,14 @@
 import functools
 import importlib
 
-from unisono.backends.base import Backend, Collectives, CustomLoop, Framework, ReplicatedModel
+from unisono.backends.base import (
+    Backend,
+    Build,
+    Collectives,
+    CustomLoop,
+    Framework,
+    ReplicatedModel,
+)
 from unisono.backends.jax.framework import JaxFramework
 from unisono.backends.tensorflow.framework import TensorFlowFramework
 from unisono.backends.torch.framework import TorchFramework
@@ -14,6 +21,7 @@ from unisono.replication.framework import register
 __all__ = [
     "FRAMEWORKS",
     "Backend",
+    "Build",
     "Collectives",
     "CustomLoop",
     "Framework",

@@ -20,6 +20,7 @@ How the protocol fits what is to come:
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from unisono.devices import Grant, Placement, Policy
@@ -29,6 +30,21 @@ from unisono.replication.framework import FrameworkState
 if TYPE_CHECKING:
     from unisono.data.feed import Feed  # Imports Keras.
     from unisono.launch.client import World
+
+
+@dataclass(frozen=True)
+class Build:
+    """What an installed framework was built for; None for what it does not have."""
+
+    version: str
+    cuda: str | None = None
+    rocm: str | None = None
+    cudnn: str | None = None
+    nccl: str | None = None
+
+    @property
+    def is_cpu_only(self) -> bool:
+        return self.cuda is None and self.rocm is None
 
 
 class Framework(FrameworkState, Protocol):
@@ -42,6 +58,15 @@ class Framework(FrameworkState, Protocol):
     """Whether a batch that does not divide by the replicas is computed by each of them."""
     cpu_layers: frozenset[str]
     """Names of the cheaper layer computations that it has for CPUs; see devices/cpu_layers.py."""
+
+    def build(self) -> Build:
+        """What the installed framework was built for; imports it."""
+
+    def gpu_install(self, cuda: tuple[int, int] | None) -> str:
+        """The line that installs its GPU build, for a driver that supports CUDA up to this."""
+
+    def is_kept_from_gpus(self) -> bool:
+        """Whether the user's environment tells the framework to use no GPU."""
 
     def why_too_late(self, module: Any, policy: Policy) -> str | None:
         """What has started and fixed what a policy would set; None while there is time."""

@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import unisono
-from unisono.cli import bench, devices, jobs, migrate, run, submit, top, train, verify
+from unisono.cli import bench, devices, doctor, jobs, migrate, run, submit, top, train, verify
 from unisono.errors import UnisonoError
 
 _COMMANDS = (
     devices,
+    doctor,
     run,
     train,
     top,

@@ -18,11 +18,13 @@ from unisono.devices.choice import (
     forced_replicas,
     format_replicas,
     num_gpus,
+    num_listed_gpus,
     remark_on_cores,
     simulated_gpus,
     warn_of_cores,
 )
-from unisono.devices.listing import Device, Listing, Process, devices, list_devices
+from unisono.devices.driver import Device, Process
+from unisono.devices.listing import Listing, devices, list_devices
 from unisono.devices.policy import (
     POLICY,
     Grant,
@@ -66,6 +68,7 @@ __all__ = [
     "has_cuda_started",
     "list_devices",
     "num_gpus",
+    "num_listed_gpus",
     "remark_on_cores",
     "select",
     "set_policy",

@@ -12,7 +12,9 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from unisono.devices.counting import count_in_child
 from unisono.devices.cpu import num_cores
+from unisono.devices.driver import num_in_files, read_driver, traces
 from unisono.devices.visibility import read_visibility
 from unisono.errors import DeviceError
 from unisono.topology import Topology
@@ -94,20 +96,32 @@ def claimed_replicas(count: int) -> int:
 
 
 def num_gpus() -> int:
-    """How many GPUs this machine shows, without importing a framework.
+    """How many GPUs this machine shows, without importing a framework here.
 
-    Counts the NVIDIA driver's entries and honours `CUDA_VISIBLE_DEVICES`; simulated GPUs count.
+    NVML counts, as it knows containers and WSL2. Where it does not answer although there are signs
+    of a GPU (ROCm, for one), the backend is asked, in a process of its own. Simulated GPUs count.
 
     >>> isinstance(num_gpus(), int)
     True
     """
     if simulated_gpus():
         return simulated_gpus()
-    try:
-        present = len(os.listdir("/proc/driver/nvidia/gpus"))
-    except OSError:
+    gpus = read_driver().gpus
+    if gpus:
+        return len(read_visibility(gpus).entries)
+    if not traces():
         return 0
+    counted = count_in_child()
+    if counted is not None:
+        return counted
+    present = num_in_files()
     return min(len(read_visibility(present).entries), present)
+
+
+def num_listed_gpus() -> int:
+    """How many GPUs NVML shows; quick, and 0 where it does not answer."""
+    gpus = read_driver().gpus
+    return len(read_visibility(gpus).entries) if gpus else 0
 
 
 def choose(

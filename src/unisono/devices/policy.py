@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from unisono.devices.choice import SIMULATED_GPUS, check_threads, gpu_ids, num_gpus, simulated_gpus
-from unisono.devices.listing import Device, list_devices
+from unisono.devices.driver import Device
+from unisono.devices.listing import list_devices
 from unisono.devices.visibility import VISIBLE, read_visibility
 from unisono.errors import DeviceError
 
@@ -186,6 +187,8 @@ class Selection:
     names: tuple[str, ...]
     total_bytes: tuple[int | None, ...]
     is_simulated: bool = False
+    cores: tuple[tuple[int, ...], ...] = ()
+    """The cores nearest to each, where the driver knows them."""
 
     def hide_others(self) -> None:
         """Make this process, and those it starts, see no other GPU."""
@@ -209,7 +212,8 @@ def select(gpus: int | Sequence[int] | str | None) -> Selection:
     names = _names(listing.devices)
     numbers = _numbers(gpus, len(names), list(records.values()), " ".join(listing.notes))
     totals = tuple(records[i].total_bytes if i in records else None for i in numbers)
-    return Selection(numbers, tuple(names[i] for i in numbers), totals)
+    cores = tuple(records[i].nearest_cores if i in records else () for i in numbers)
+    return Selection(numbers, tuple(names[i] for i in numbers), totals, cores=cores)
 
 
 def grant_of(policy: Policy, selection: Selection) -> Grant:
@@ -301,7 +305,7 @@ def _names(devices: Sequence[Device]) -> list[str]:
     """Names of the visible GPUs that do not depend on CUDA's device order: UUIDs if possible."""
     gpus = [device for device in devices if device.kind == "gpu"]
     uuids = [gpu.uuid for gpu in gpus]
-    visibility = read_visibility(len(gpus), uuids) if gpus else read_visibility(num_gpus())
+    visibility = read_visibility(gpus or num_gpus())
     if VISIBLE in os.environ or not gpus or None in uuids:
         return list(visibility.entries)
     return [uuid for uuid in uuids if uuid is not None]

@@ -1,15 +1,17 @@
 """Which GPUs `CUDA_VISIBLE_DEVICES` leaves visible, read as CUDA itself reads it.
 
 An entry is an index, a UUID or a unique prefix of one (`GPU-8932f937`), or the name of a MIG
-instance, which is passed through. CUDA stops at the first entry that it cannot use, silently, and
-sees no GPU where one is repeated; so what it does is reported here. CUDA reads the variable once,
-when the first library of the process starts it, which may be long before a framework counts as
-started: Keras' torch backend does it on import.
+device, which is passed through where NVML does not list it. CUDA stops at the first entry that it
+cannot use, silently, and sees no GPU where one is repeated; so what it does is reported here. CUDA
+reads the variable once, when the first library of the process starts it, which may be long before a
+framework counts as started: Keras' torch backend does it on import.
 """
 
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from unisono.devices.driver import Device
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ORDER = "CUDA_DEVICE_ORDER"
@@ -17,21 +19,22 @@ ORDER = "CUDA_DEVICE_ORDER"
 
 @dataclass(frozen=True)
 class Visibility:
-    """What a list of visible devices means on a machine with `num_gpus` GPUs."""
+    """What a list of visible devices means on a machine with these GPUs."""
 
     text: str | None
     """The variable as it is set; None where it is not."""
-    num_gpus: int
+    numbers: tuple[int, ...]
+    """The driver's number of each GPU; that of a GPU with several MIG devices repeats."""
     entries: tuple[str, ...]
     """The entries that CUDA uses, in its order."""
     indices: tuple[int | None, ...]
-    """The GPU behind each entry; None for a MIG part and where UUIDs are not known."""
+    """The place among the GPUs of each entry; None where it is not known."""
     stopped_at: str | None = None
     """The entry that CUDA cannot use, if there is one."""
     is_repeating: bool = False
 
     def visible_index(self, index: int) -> int | None:
-        """The number under which CUDA shows a GPU of the machine, or None."""
+        """The number under which CUDA shows a GPU, or None."""
         return self.indices.index(index) if index in self.indices else None
 
     def explain(self) -> list[str]:
@@ -39,7 +42,8 @@ class Visibility:
         if self.text is None:
             return []
         shown = f"{VISIBLE}={self.text!r}"
-        hidden = [i for i in range(self.num_gpus) if i not in self.indices]
+        hidden = [n for i, n in enumerate(self.numbers) if i not in self.indices]
+        hidden = list(dict.fromkeys(hidden))
         lines = [f"{shown} hides GPU {_numbers(hidden)}." if hidden else f"{shown} hides no GPU."]
         if self.is_repeating:
             lines.append("It names a device twice, and CUDA then sees none.")
@@ -53,25 +57,41 @@ class Visibility:
         return lines
 
 
-def read_visibility(num_gpus: int, uuids: Sequence[str | None] | None = None) -> Visibility:
-    """What the environment leaves visible of so many GPUs; without UUIDs those are believed."""
+def read_visibility(gpus: Sequence[Device] | int) -> Visibility:
+    """What the environment leaves visible of the GPUs; of a mere number, any UUID is believed."""
     text = os.environ.get(VISIBLE)
+    numbers = tuple(range(gpus)) if isinstance(gpus, int) else tuple(gpu.index for gpu in gpus)
+    uuids = None if isinstance(gpus, int) else [gpu.uuid or "" for gpu in gpus]
     if text is None:
-        every = range(num_gpus)
-        return Visibility(None, num_gpus, tuple(map(str, every)), tuple(every))
+        names = [
+            uuids[i] if uuids and uuids[i].startswith("MIG-") else str(number)
+            for i, number in enumerate(numbers)
+        ]
+        return Visibility(None, numbers, tuple(names), tuple(range(len(numbers))))
     entries: list[str] = []
     indices: list[int | None] = []
     stopped_at = None
     for entry in (part.strip() for part in text.split(",")):
-        is_usable, index = _resolve(entry, num_gpus, uuids)
+        is_usable, index = _resolve(entry, numbers, uuids)
         if not is_usable:
             stopped_at = entry or None
             break
         if entry in entries or (index is not None and index in indices):
-            return Visibility(text, num_gpus, (), (), is_repeating=True)
+            return Visibility(text, numbers, (), (), is_repeating=True)
         entries.append(entry)
         indices.append(index)
-    return Visibility(text, num_gpus, tuple(entries), tuple(indices), stopped_at)
+    return Visibility(text, numbers, tuple(entries), tuple(indices), stopped_at)
+
+
+def explain_mig(uuids: Sequence[str | None]) -> list[str]:
+    """What a process sees of several MIG devices."""
+    parts = [uuid for uuid in uuids if uuid and uuid.startswith("MIG-")]
+    if len(parts) < 2:
+        return []
+    return [
+        "CUDA shows a process one MIG device only: `unisono run` gives each process its own, "
+        "`parallel` in one process uses one."
+    ]
 
 
 def explain_order(names: Sequence[str]) -> list[str]:
@@ -85,18 +105,19 @@ def explain_order(names: Sequence[str]) -> list[str]:
 
 
 def _resolve(
-    entry: str, num_gpus: int, uuids: Sequence[str | None] | None
+    entry: str, numbers: Sequence[int], uuids: Sequence[str] | None
 ) -> tuple[bool, int | None]:
-    """Whether CUDA can use an entry, and the index of its GPU where that is known."""
+    """Whether CUDA can use an entry, and the place of its GPU where that is known."""
     if entry.isascii() and entry.isdigit():
-        return int(entry) < num_gpus, int(entry)
-    if entry.startswith("MIG-"):
-        return True, None
-    if not entry.startswith("GPU-"):
+        place = next((i for i, number in enumerate(numbers) if number == int(entry)), None)
+        return place is not None, place
+    if not entry.startswith(("GPU-", "MIG-")):
         return False, None
     if uuids is None:
         return True, None
-    matching = [i for i, uuid in enumerate(uuids) if uuid and uuid.startswith(entry)]
+    matching = [i for i, uuid in enumerate(uuids) if uuid.startswith(entry)]
+    if entry.startswith("MIG-") and not matching:
+        return True, None  # Named in the old way, by its GPU and two numbers.
     return (True, matching[0]) if len(matching) == 1 else (False, None)
 
 

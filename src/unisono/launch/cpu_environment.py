@@ -8,7 +8,8 @@
   to the system after each step, which took up to half of a step's time on JAX.
 
 A variable that the user has set stays as it is. `UNISONO_CPU_TUNING=0` switches all of it off.
-Values never depend on it, and processes on GPUs get none of it but the number of library threads.
+Values never depend on it. Processes on GPUs get none of it but the number of library threads, and
+the cores of their GPU's socket (plan.py).
 """
 
 import itertools

@@ -1,8 +1,8 @@
 """What each process of a node is given: a device, cores, threads, and its rank in the run.
 
 Pure functions of what was asked and what the machine has, so that they can be read as a table. A
-process has one GPU, or cores of its own (see cpu_environment.py). The variables by which a launcher
-passes its settings on, and their defaults, are defined here alone.
+process has one GPU and the cores nearest to it, or cores of its own (see cpu_environment.py). The
+variables by which a launcher passes its settings on, and their defaults, are defined here alone.
 """
 
 import dataclasses
@@ -28,6 +28,7 @@ START_TIMEOUT, START_TIMEOUT_S = "UNISONO_START_TIMEOUT", 300.0
 LEGACY = "UNISONO_LEGACY"
 """Makes old names work in a process before its program runs; `bootstrap.py` reads it."""
 
+_HIP = "HIP_VISIBLE_DEVICES"
 _INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
@@ -111,13 +112,16 @@ def assign_resources(
     for i in range(num_processes):
         pinned = splits[i] if splits else ()
         count = policy.cpu_threads or len(pinned) or max(1, num_cores // num_processes)
+        if gpus is not None and is_on_gpus and is_tuned(given):
+            pinned = _cores_near(gpus, i, cores)
+            count = min(count, len(pinned) or count)
         env = {}
         if is_on_gpus or is_cpu_tuned or policy.cpu_threads:
             env = thread_environment(count, is_on_gpus=is_on_gpus, is_pinned=bool(pinned))
         env = {name: value for name, value in env.items() if name not in given}
         env |= malloc_environment(given) if is_cpu_tuned else {}
         if gpus is not None:
-            env |= _gpu(gpus, i)
+            env |= _gpu(gpus, i, given)
         if policy != Policy():
             # The GPU of the process is set above.
             env[POLICY] = dataclasses.replace(policy, gpus=None).to_text()
@@ -153,7 +157,20 @@ def environment(
     return kept | resources.env | {name: str(value) for name, value in variables.items()}
 
 
-def _gpu(gpus: Selection, local_rank: int) -> dict[str, str]:
+def _gpu(gpus: Selection, local_rank: int, given: Mapping[str, str]) -> dict[str, str]:
     if gpus.is_simulated:
         return {SIMULATED_GPUS: "1"}
-    return {"CUDA_VISIBLE_DEVICES": gpus.names[local_rank]}
+    env = {"CUDA_VISIBLE_DEVICES": gpus.names[local_rank]}
+    # ROCm reads CUDA's variable too, unless its own is set, which then decides.
+    own = [name.strip() for name in given.get(_HIP, "").split(",") if name.strip()]
+    return env | ({_HIP: own[local_rank]} if local_rank < len(own) else {})
+
+
+def _cores_near(gpus: Selection, local_rank: int, cores: Sequence[int]) -> tuple[int, ...]:
+    """The cores of a GPU's own socket that this node may use; none where that is all or nothing.
+
+    Processes of one socket share its cores: a core each would starve input pipelines.
+    """
+    nearest = gpus.cores[local_rank] if gpus.cores else ()
+    near = tuple(core for core in cores if core in nearest)
+    return near if len(near) < len(cores) else ()

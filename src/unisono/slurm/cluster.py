@@ -56,10 +56,11 @@ class Status:
         return self.code or (0 if self.state == "COMPLETED" else 1)
 
 
-def partitions() -> list[Partition]:
+def partitions(patience_s: float = _PATIENCE_S) -> list[Partition]:
     """The partitions of this cluster that a user can name."""
     found: dict[str, Partition] = {}
-    for line in _call("sinfo", "-h", "-o", "%P|%D|%c|%l|%G").splitlines():
+    words = ("sinfo", "-h", "-o", "%P|%D|%c|%l|%G")
+    for line in _call(*words, patience_s=patience_s).splitlines():
         name, nodes, cpus, limit, gres = line.split("|", 4)
         is_default, name = name.endswith("*"), name.rstrip("*")
         before = found.get(name, Partition(name, is_default, 0, 0, 0, None))
@@ -170,14 +171,14 @@ def output_files(job: int) -> tuple[str, str] | None:
     return (found[2], found[1]) if found else None
 
 
-def _call(*words: str) -> str:
+def _call(*words: str, patience_s: float = _PATIENCE_S) -> str:
     try:
         done = subprocess.run(
             words,
             capture_output=True,
             encoding="utf-8",
             errors="surrogateescape",
-            timeout=_PATIENCE_S,
+            timeout=patience_s,
             stdin=subprocess.DEVNULL,
             env=_environment(os.environ),
         )
@@ -188,7 +189,7 @@ def _call(*words: str) -> str:
         ) from error
     except subprocess.TimeoutExpired as error:
         raise LaunchError(
-            f"Slurm's {words[0]} did not answer within {_PATIENCE_S} s. Try again later, or ask "
+            f"Slurm's {words[0]} did not answer within {patience_s:g} s. Try again later, or ask "
             "the cluster's administrators."
         ) from error
     if done.returncode:

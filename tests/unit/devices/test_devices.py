@@ -1,7 +1,5 @@
 """Which devices are chosen for what was asked and found, and what is said when it cannot be."""
 
-import os
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -245,58 +243,34 @@ class TestEnvironment:
 
 
 class TestNumGpus:
-    @pytest.fixture
-    def driver(self, monkeypatch):
-        """A machine whose NVIDIA driver lists this many GPUs."""
+    UUIDS = ("GPU-0000aa00-0000-0000-0000-000000000000", "GPU-0000aa01")
 
-        def pretend(count):
-            def listdir(path):
-                assert path == "/proc/driver/nvidia/gpus"
-                return [f"0000:0{i}:00.0" for i in range(count)]
+    def test_visible_devices(self, answer):
+        """Four GPUs by the driver; all texts in one process, which reads the variable each time."""
+        expected = {
+            "0,1": 2,
+            "0, 1": 2,
+            " 2 , 3 ": 2,
+            "0,1,2,3": 4,
+            "": 0,
+            "-1": 0,
+            "0,-1,1": 1,
+            "0,9,1": 1,
+            "NoDevFiles": 0,
+            ",".join(self.UUIDS): 2,
+            "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6": 0,
+            "MIG-GPU-8932f937/1/2,0": 2,
+        }
+        counts = "{text: os.environ.update(CUDA_VISIBLE_DEVICES=text) or num_gpus() for text in %r}"
+        assert answer(counts % list(expected), STAND_IN_GPUS="4") == expected
+        assert answer("num_gpus()", STAND_IN_GPUS="4") == 4
 
-            monkeypatch.setattr(os, "listdir", listdir)
+    def test_a_machine_without_the_driver_has_none(self, answer):
+        env = {"STAND_IN_NO_DRIVER": "1", "CUDA_VISIBLE_DEVICES": "0,1"}
+        assert answer("num_gpus()", **env) == 0
 
-        return pretend
-
-    def test_a_machine_without_the_driver_has_none(self, monkeypatch):
-        def listdir(path):
-            raise FileNotFoundError(path)
-
-        monkeypatch.setattr(os, "listdir", listdir)
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-        assert num_gpus() == 0
-
-    @pytest.mark.parametrize(
-        ("visible", "expected"),
-        [
-            (None, 4),
-            ("0,1", 2),
-            (" 2 , 3 ", 2),
-            ("0,1,2,3", 4),
-            ("", 0),
-            ("-1", 0),
-            ("0,-1,1", 1),
-            ("0,9,1", 1),
-            ("NoDevFiles", 0),
-            ("GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", 1),
-            ("MIG-GPU-8932f937/1/2,0", 2),
-        ],
-    )
-    def test_visible_devices(self, driver, monkeypatch, visible, expected):
-        driver(4)
-        if visible is not None:
-            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        assert num_gpus() == expected
-
-    def test_never_more_than_the_driver_lists(self, driver, monkeypatch):
-        driver(1)
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-aaaa,GPU-bbbb")
-        assert num_gpus() == 1
-
-    def test_simulated_gpus_count_instead(self, driver, monkeypatch):
-        driver(2)
-        monkeypatch.setenv(SIMULATED_GPUS, "3")
-        assert num_gpus() == 3
+    def test_simulated_gpus_count_instead(self, answer):
+        assert answer("num_gpus()", STAND_IN_GPUS="2", UNISONO_SIMULATED_GPUS="3") == 3
 
 
 @pytest.mark.parametrize(

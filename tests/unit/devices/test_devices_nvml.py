@@ -21,6 +21,16 @@ def visible(records: list[dict]) -> list[int | None]:
     return [record["visible_index"] for record in records]
 
 
+def under(root) -> str:
+    """Makes the driver's files be looked for below a folder."""
+    path = f"__import__('pathlib').Path({str(root)!r})"
+    return f"setattr(sys.modules['unisono.devices.driver'], '_ROOT', {path})"
+
+
+def python_path(folder) -> str:
+    return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 @contextlib.contextmanager
 def process_of_another_user():
     """A process that is not ours; this test's own, or init where we may not start one."""
@@ -59,6 +69,7 @@ class TestHowMany:
                 "processes": [],
                 "visible_index": 0,
                 "num_cores": None,
+                "nearest_cores": [],
                 "is_simulated": False,
                 "error": None,
             }
@@ -73,6 +84,74 @@ class TestHowMany:
             [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, None]
         )
         assert visible(records) == list(range(8))
+
+    @pytest.mark.parametrize("shown", ["NVML", "/proc"])
+    def test_a_container_with_some_of_the_gpus(self, answer, tmp_path, shown):
+        """The driver's folder may list all GPUs of the host; NVML, or device files, know better."""
+        for i in range(8):
+            (tmp_path / f"proc/driver/nvidia/gpus/{i}").mkdir(parents=True)
+        (tmp_path / "dev").mkdir()
+        for name in ("nvidiactl", "nvidia0", "nvidia1", "nvidia-uvm"):
+            (tmp_path / "dev" / name).touch()
+        env = {"STAND_IN_NO_DRIVER": "1", "KERAS_BACKEND": "none"} if shown == "/proc" else {}
+        asked = f"{under(tmp_path)} or num_gpus()"
+        assert answer(asked, STAND_IN_GPUS="2", **env) == 2
+
+    def test_wsl_keeps_its_library_elsewhere(self, plain_answer, driver_folder, tmp_path):
+        (tmp_path / "usr/lib/wsl").mkdir(parents=True)
+        (tmp_path / "usr/lib/wsl/lib").symlink_to(driver_folder)
+        (tmp_path / "dev").mkdir()
+        (tmp_path / "dev/dxg").touch()
+        asked = f"{under(tmp_path)} or [num_gpus(), len(unisono.devices())]"
+        assert plain_answer(asked, STAND_IN_GPUS="3") == [3, 3]
+
+    def test_without_nvml_the_backend_counts(self, answer, tmp_path):
+        """As on ROCm: the backend is asked in a process of its own, once."""
+        (tmp_path / "dev").mkdir()
+        (tmp_path / "dev/kfd").touch()
+        package = tmp_path / "stand-in" / "torch"
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text("raise SystemExit(print('GPUs: 5'))")
+        asked = f"{under(tmp_path)} or [num_gpus(), num_gpus(), list(list_devices().notes)]"
+        env = {"STAND_IN_NO_DRIVER": "1", "KERAS_BACKEND": "torch"}
+        counts = answer(asked, PYTHONPATH=python_path(package.parent), **env)
+        assert counts[:2] == [5, 5]
+        assert counts[2][1] == "Yet there is AMD's GPU driver (/dev/kfd): 5 visible GPU(s)."
+
+
+class TestMig:
+    PARTS = ("MIG-0000cc00-0000-0000-0000-000000001000", "MIG-0000cc01-0000-0000-0000-000000001001")
+
+    def test_mig_devices_are_listed_instead_of_their_gpu(self, answer):
+        records, notes, count = answer(
+            "[unisono.devices(), list_devices().notes, num_gpus()]",
+            STAND_IN_GPUS="2",
+            STAND_IN_MIG="0:2",
+        )
+        assert [record["index"] for record in records] == [0, 0, 1]
+        assert [record["uuid"] for record in records] == [*self.PARTS, uuid(1)]
+        assert [record["total_bytes"] // GIB for record in records] == [4, 4, 16]
+        assert [record["error"] for record in records] == [None] * 3
+        assert count == 3
+        assert "CUDA shows a process one MIG device only" in " ".join(notes)
+
+    @pytest.mark.parametrize(
+        ("text", "expected"),
+        [
+            (f"{PARTS[1]}, {PARTS[0]}", [1, 0, None]),
+            ("MIG-0000cc01", [None, 0, None]),
+            ("0", [0, None, None]),
+            ("1", [None, None, 0]),
+        ],
+    )
+    def test_by_their_names(self, answer, text, expected):
+        env = {"STAND_IN_GPUS": "2", "STAND_IN_MIG": "0:2", "CUDA_VISIBLE_DEVICES": text}
+        assert visible(answer(LIST, **env)) == expected
+
+    def test_each_is_given_by_its_name(self, answer):
+        chosen = answer("select(None)", STAND_IN_GPUS="1", STAND_IN_MIG="0:2")
+        assert chosen["names"] == list(self.PARTS)
+        assert [total // GIB for total in chosen["total_bytes"]] == [4, 4]
 
 
 class TestTrouble:

@@ -272,21 +272,33 @@ class TestOnAMachineWithGpus:
         assert policy == {"gpus": [1], "memory": 0.25, "cpu_threads": 3}
         assert threads == "3"
 
-    def test_without_the_binding_gpus_are_known_by_number(self, answer):
-        """As where /proc shows GPUs and nvidia-ml-py is not installed."""
-        pretend = "sys.modules.update(pynvml=None) or setattr(os, 'listdir', lambda path: 'abc')"
+    @pytest.fixture
+    def without_the_binding(self, tmp_path):
+        """As where /proc shows three GPUs, and nvidia-ml-py and a backend are not installed."""
+        for name in "abc":
+            (tmp_path / "proc/driver/nvidia/gpus" / name).mkdir(parents=True)
+        (tmp_path / "dev").mkdir()
+        root = f"_ROOT=__import__('pathlib').Path({str(tmp_path)!r})"
+        return (
+            "sys.modules.update(pynvml=None) or os.environ.update(KERAS_BACKEND='none') or "
+            f"vars(sys.modules['unisono.devices.driver']).update({root})"
+        )
+
+    def test_without_the_binding_gpus_are_known_by_number(self, answer, without_the_binding):
+        pretend = without_the_binding
         call = "told(lambda: unisono.configure(gpus=[0, 2]))"
         asked = f"[{pretend}, {call}, os.environ.get('CUDA_VISIBLE_DEVICES')]"
         assert answer(asked) == [None, None, "0,2"]
 
-    def test_without_the_binding_nobody_knows_which_are_idle(self, answer):
-        pretend = "sys.modules.update(pynvml=None) or setattr(os, 'listdir', lambda path: 'abc')"
+    def test_without_the_binding_nobody_knows_which_are_idle(self, answer, without_the_binding):
+        pretend = without_the_binding
         call = "told(lambda: unisono.configure(gpus='idle'))"
         assert answer(f"[{pretend}, {call}]")[1] == (
             "DeviceError: Asked for gpus='idle'; found no GPU that tells whether it is idle. "
             "No GPU listed: nvidia-ml-py, a dependency of unisono, is not installed: "
             "pip install nvidia-ml-py. "
-            "Yet /proc/driver/nvidia shows 3 visible GPU(s). Name ids instead."
+            "Yet there is NVIDIA's kernel module (/proc/driver/nvidia): 3 visible GPU(s). "
+            "Name ids instead."
         )
 
     def test_simulated_gpus_are_restricted_too(self, answer):

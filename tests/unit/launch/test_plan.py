@@ -1,5 +1,6 @@
 """What each process of a node is given, and how `-np` and `-H` are read: tables."""
 
+import dataclasses
 import json
 
 import pytest
@@ -64,6 +65,21 @@ def test_one_switch_leaves_cpu_processes_as_they_are():
     assert MEMORY.keys().isdisjoint(asked.env)
     (on_gpu, _) = plan(2, 4, gpus=GPUS, UNISONO_CPU_TUNING="0")
     assert on_gpu == plan(2, 4, gpus=GPUS)[0]
+
+
+def test_gpu_processes_run_on_the_cores_nearest_to_their_gpu():
+    gpus = dataclasses.replace(GPUS, cores=((0, 1, 2, 3), (4, 5, 6, 7)))
+    (first, second) = plan(2, 6, gpus=gpus)
+    assert (first.cores, second.cores) == ((0, 1, 2, 3), (4, 5))
+    assert (first.env["OMP_NUM_THREADS"], second.env["OMP_NUM_THREADS"]) == ("3", "2")
+    # One socket: there is nothing to choose. None of the near cores is granted: all are used.
+    assert [each.cores for each in plan(2, 4, gpus=gpus)] == [(), ()]
+    assert plan(2, 6, gpus=gpus, UNISONO_CPU_TUNING="0")[0].cores == ()
+
+
+def test_rocm_reads_its_own_variable_first():
+    (first, second) = plan(2, 4, gpus=GPUS, HIP_VISIBLE_DEVICES="3, 5")
+    assert (first.env["HIP_VISIBLE_DEVICES"], second.env["HIP_VISIBLE_DEVICES"]) == ("3", "5")
 
 
 def test_threads_follow_the_cores_and_xla_counts_them_itself():

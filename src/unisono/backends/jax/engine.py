@@ -1,5 +1,7 @@
 """JAX as a backend: the replicas are devices of one mesh, and the compiler partitions the step."""
 
+import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -26,6 +28,8 @@ class JaxBackend:
         return 0 if jax.default_backend() == "cpu" else jax.local_device_count()
 
     def prepare(self, placement: Placement) -> None:
+        if placement.kind == "gpu" and placement.num_replicas > 1:
+            _warn_of_tensorflow()
         if placement.kind == "cpu" and placement.num_processes == 1:
             ensure_cpu_devices(max(placement.indices) + 1)
 
@@ -54,6 +58,24 @@ class JaxBackend:
 
     def log_placement(self, is_on: bool) -> str | None:
         return "jax runs compiled programs and does not report where each op ran"
+
+
+_has_warned = False
+
+
+def _warn_of_tensorflow() -> None:
+    """TensorFlow may bring a second NCCL into the process, and JAX' communicators then fail."""
+    global _has_warned
+    if "tensorflow" not in sys.modules or _has_warned:
+        return
+    _has_warned = True
+    warnings.warn(
+        "TensorFlow is imported beside JAX, on several GPUs: with its own NCCL in the process, "
+        'JAX\'s collectives can fail with "corrupted comm object detected" (jax#39167). Do not '
+        "import it in this program, or replace it: pip uninstall tensorflow; "
+        "pip install tensorflow-cpu",
+        stacklevel=5,
+    )
 
 
 def _prepare_cpu_device(index: int) -> None:

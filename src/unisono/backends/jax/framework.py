@@ -3,10 +3,12 @@
 Nothing of JAX is imported before it is needed: settings are made before Keras chooses a backend.
 """
 
+import importlib.metadata
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from unisono.backends.base import Build
 from unisono.backends.jax.internals import has_started
 from unisono.devices import Grant, Policy, has_cuda_started
 
@@ -30,6 +32,29 @@ class JaxFramework:
     needs_even_batches = True
     donates_buffers = True
     cpu_layers = frozenset({"max_pool"})
+
+    # -- its build ------------------------------------------------------------------------------
+
+    def build(self) -> Build:
+        import jax
+
+        cuda = next((each for each in ("12", "13") if _version(f"jax-cuda{each}-plugin")), None)
+        rocm = next((each for each in ("6", "7") if _version(f"jax-rocm{each}-plugin")), None)
+        wheel = {"12": "-cu12", "13": "-cu13"}.get(cuda or "", "")
+        return Build(
+            str(jax.__version__),
+            cuda=cuda,
+            rocm=rocm,
+            cudnn=_version(f"nvidia-cudnn{wheel}"),
+            nccl=_version(f"nvidia-nccl{wheel}"),
+        )
+
+    def gpu_install(self, cuda: tuple[int, int] | None) -> str:
+        return f'pip install "jax[cuda{13 if cuda is not None and cuda >= (13, 0) else 12}]"'
+
+    def is_kept_from_gpus(self) -> bool:
+        chosen = os.environ.get("JAX_PLATFORMS") or os.environ.get("JAX_PLATFORM_NAME") or ""
+        return chosen.strip().lower() == "cpu"
 
     # -- device settings -----------------------------------------------------------------------
 
@@ -102,3 +127,10 @@ class JaxFramework:
         from unisono.backends.jax.state import save_together
 
         save_together(callback)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

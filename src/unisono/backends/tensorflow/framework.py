@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from unisono.backends.base import Build
 from unisono.devices import Grant, Policy
 from unisono.errors import DeviceError
 
@@ -27,6 +28,25 @@ class TensorFlowFramework:
     needs_even_batches = False
     donates_buffers = False
     cpu_layers: frozenset[str] = frozenset()
+
+    # -- its build ------------------------------------------------------------------------------
+
+    def build(self) -> Build:
+        import tensorflow as tf
+
+        found = tf.sysconfig.get_build_info()
+        return Build(
+            str(tf.__version__),
+            cuda=found.get("cuda_version") if found.get("is_cuda_build") else None,
+            rocm=str(found.get("rocm_version", "yes")) if found.get("is_rocm_build") else None,
+            cudnn=found.get("cudnn_version") if found.get("is_cuda_build") else None,
+        )
+
+    def gpu_install(self, cuda: tuple[int, int] | None) -> str:
+        return 'pip install "tensorflow[and-cuda]"'
+
+    def is_kept_from_gpus(self) -> bool:
+        return False  # Only by CUDA_VISIBLE_DEVICES, which hides GPUs from all.
 
     # -- device settings -----------------------------------------------------------------------
 

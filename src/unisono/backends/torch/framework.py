@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from unisono.backends.base import Build
 from unisono.devices import Grant, Policy, has_cuda_started
 
 if TYPE_CHECKING:
@@ -35,6 +36,35 @@ class TorchFramework:
     needs_even_batches = False
     donates_buffers = False
     cpu_layers = frozenset({"batch_norm", "conv", "pool"})
+
+    # -- its build ------------------------------------------------------------------------------
+
+    def build(self) -> Build:
+        import torch
+
+        nccl = cudnn = None
+        if torch.version.cuda is not None:
+            number = torch.backends.cudnn.version()
+            cudnn = None if number is None else str(number)
+            if torch.distributed.is_available() and torch.distributed.is_nccl_available():
+                nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        return Build(
+            str(torch.__version__),
+            cuda=torch.version.cuda,
+            rocm=getattr(torch.version, "hip", None),
+            cudnn=cudnn,
+            nccl=nccl,
+        )
+
+    def gpu_install(self, cuda: tuple[int, int] | None) -> str:
+        # A CPU build that is installed would satisfy a plain `pip install torch`.
+        line = "pip install --force-reinstall torch"
+        if cuda is not None and cuda < (13, 0):
+            line += " --index-url https://download.pytorch.org/whl/cu126"
+        return line
+
+    def is_kept_from_gpus(self) -> bool:
+        return os.environ.get("KERAS_TORCH_DEVICE", "").strip().lower() == "cpu"
 
     # -- device settings -----------------------------------------------------------------------
 

@@ -368,7 +368,7 @@ def _worker_environment(placement: Placement, rank: int) -> dict[str, str]:
     env = {"KERAS_BACKEND": "torch"}
     threads = threads_per_replica(placement.num_replicas)
     if placement.kind == "gpu":
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
         index = placement.indices[rank]
         env["CUDA_VISIBLE_DEVICES"] = visible[index] if visible != [""] else str(index)
     else:
