@@ -149,7 +149,7 @@ def test_batch_norm_per_replica_is_named():
     build = net(keras.layers.BatchNormalization, sync_batch_norm=False)
     with pytest.raises(AssertionError, match="Cause: batch norm is kept per replica") as raised:
         check(build)
-    assert "with it synchronized they agree" in str(raised.value)
+    assert "with synchronized batch norm they agree" in str(raised.value)
 
 
 def test_dropout_is_named_and_can_be_compared():
@@ -163,7 +163,7 @@ def test_dropout_is_named_and_can_be_compared():
     if BACKEND != "jax":
         with pytest.raises(AssertionError, match="Cause: Dropout, GaussianNoise") as raised:
             check(build)
-        assert "with those of one device they agree" in str(raised.value)
+        assert "with the random numbers of one device they agree" in str(raised.value)
     check(build, exact=True)
     check(build, exact=True, replicas=3)
 

@@ -31,6 +31,13 @@ def _is_array(value: Any) -> bool:
     return hasattr(value, "shape") and hasattr(value, "dtype") and hasattr(value, "__getitem__")
 
 
+def callbacks_of(arguments: dict[str, Any]) -> list[Any]:
+    """The callbacks that the program has given to `fit`."""
+    given = arguments.get("callbacks")
+    given = getattr(given, "callbacks", given)
+    return keras.tree.flatten(given) if given else []
+
+
 def checksum_and_rows(batch: Any) -> tuple[int | None, int]:
     """A checksum and the rows of a global batch; no checksum of a process' shard of it."""
     if isinstance(batch, Shard):

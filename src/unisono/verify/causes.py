@@ -47,6 +47,8 @@ REMEDIES = {
     "unisono.callbacks.every_rank(callback).",
     "loop loss": "Divide by the rows of the global batch: unisono.compute_average_loss(losses), "
     "with a loss made with reduction=None.",
+    "loop regularization": "Add unisono.scale_regularization_loss(model.losses): gradients are "
+    "summed over replicas.",
     "loop gradients": "Call strategy.reduce_gradients(gradients) first: until an optimizer applies "
     "them, gradients are those of one replica's rows.",
     "loop data": "Iterate strategy.distribute_dataset(dataset), which gives each replica its rows.",

@@ -1,7 +1,7 @@
 """What a model is made of, as far as it can explain why replicas differ from one device."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -82,6 +82,20 @@ def optimizers_for(model: Any, others: Sequence[Any]) -> list[Any]:
 def optimizer_variables(model: Any, others: Sequence[Any] = ()) -> list[Any]:
     found = {id(v): v for one in optimizers_for(model, others) for v in one.variables}
     return [v for v in found.values() if value_of(v) is not None]
+
+
+def own_attributes(objects: Iterable[Any]) -> dict[str, Any]:
+    """Numbers and words in attributes of objects whose classes the program defines."""
+    found = {}
+    for number, one in enumerate(objects):
+        cls = type(one)
+        if cls.__module__.partition(".")[0] in ("keras", "unisono", "torch", "tensorflow", "jax"):
+            continue
+        for name, value in list(vars(one).items()):
+            is_plain = isinstance(value, (bool, int, float, str, type(None)))
+            if is_plain and not name.startswith("_") and name not in ("name", "built", "training"):
+                found[f"{cls.__name__}.{name} ({number})"] = value
+    return found
 
 
 def path_of(variable: Any) -> str:

@@ -7,9 +7,11 @@ makes count: libraries draw names of temporary files in the same way.
 
 import functools
 import importlib
+import os
 import random
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ _DRAWS = (
     *("normal", "uniform", "truncated_normal", "randint", "categorical", "shuffle", "gamma"),
     *("binomial", "beta", "dropout"),
 )
+_INITIALIZERS = os.path.join("keras", "src", "initializers")
 Note = Callable[[RandomUse], None]
 
 
@@ -105,7 +108,7 @@ class RandomSources:
         of_keras = [(random_module(), name) for name in _DRAWS]
         of_framework = [*framework().drawing_functions(), *framework().dropout_functions()]
         for owner, name in of_keras:
-            _note_calls(owner, name, f"keras.random.{name}", is_training, note, user_site)
+            _note_calls(owner, name, f"keras.random.{name}", is_training, note, _site_of_draw)
         for owner, name in of_framework:
             what = f"{owner.__name__.removeprefix('tensorflow._api.v2.')}.{name}"
             _note_calls(owner, name, what, is_training, note, _caller)
@@ -114,6 +117,15 @@ class RandomSources:
         self._num_given += 1
         # Not a stream of `random`, whose state a program may depend on.
         return int(np.random.SeedSequence([self._seed, self._num_given]).generate_state(1)[0])
+
+
+def random_states() -> dict[str, int]:
+    """Checksums of the states of the generators that belong to no framework."""
+    numbers: Any = np.random.get_state()
+    return {
+        "random": hash(random.getstate()),
+        "numpy.random": hash((numbers[1].tobytes(), numbers[2])),
+    }
 
 
 def _note_calls(
@@ -133,6 +145,16 @@ def _note_calls(
         return plain(*args, **kwargs)
 
     setattr(owner, name, function)
+
+
+def _site_of_draw() -> Site | None:
+    """The line of the program that led to a draw; None for that of initial weights."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if _INITIALIZERS in frame.f_code.co_filename:
+            return None
+        frame = frame.f_back
+    return user_site()
 
 
 def _caller(*skipped: str) -> Site | None:

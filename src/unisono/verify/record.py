@@ -23,7 +23,7 @@ import unisono
 from unisono.imports import after_import
 from unisono.topology import topology
 from unisono.verify.loops import LoopRecorder, watch_native_steps
-from unisono.verify.random_sources import RandomSources
+from unisono.verify.random_sources import RandomSources, random_states
 from unisono.verify.records import (
     Call,
     ModelFacts,
@@ -63,6 +63,7 @@ class Recorder:
         self._is_inside = False
         """Whether a call on a model is under way; replicas may be threads of it."""
         self._call = ""
+        self._callbacks: list[Any] = []
         self._loop_models: list[Any] = []
         self._batches: list[tuple[int | None, int]] = []
         self._loop_optimizers: list[Any] = []
@@ -181,6 +182,13 @@ class Recorder:
 
         return warn
 
+    def note_step_draws(self, model: Any, name: str) -> None:
+        """A generator's state has changed while a step ran."""
+        methods = self.facts_of(model).own_methods
+        site = methods.get("train_step") or methods.get("compute_loss")
+        if site is not None:
+            self._note_draw(RandomUse(name, site))
+
     def _is_training(self) -> bool:
         return self._loop.is_in_step or self._call in ("fit", "train_on_batch")
 
@@ -231,8 +239,12 @@ class Recorder:
     def add_step(
         self, model: Any, logs: Any, *, num_steps: int = 1, batch: tuple[int | None, int] | None
     ) -> None:
+        from unisono.keras_internals import layers_of
+        from unisono.verify.facts import own_attributes
+
         step = self._step_of(model)
         step.num_steps, step.logs = num_steps, to_logs(logs)
+        step.attributes = own_attributes([*layers_of(model), *self._callbacks])
         self._append(step, batch)
 
     def _step_of(self, model: Any) -> Step:
@@ -296,7 +308,13 @@ class Recorder:
         self, name: str, model: Any, arguments: dict[str, Any], run: Callable[[], Any]
     ) -> Any:
         """Record a call by its arguments, which `run` uses after they may have been changed."""
-        from unisono.verify.calls import described, remembered, results_of, watched
+        from unisono.verify.calls import (
+            callbacks_of,
+            described,
+            remembered,
+            results_of,
+            watched,
+        )
 
         if name == "train_on_batch" and self.is_enough:
             raise EnoughSteps
@@ -312,6 +330,7 @@ class Recorder:
             self._last = (model, remembered(arguments))
         self._batches = []
         if name == "fit":
+            self._callbacks = callbacks_of(arguments)
             watched(arguments, self._batches)
         self._is_inside, self._call = True, name
         try:
@@ -441,6 +460,7 @@ class FitObserver:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._batch: tuple[int | None, int] | None = None
+        self._random_states: dict[str, int] = {}
 
     def begin(self, model: Any) -> None:
         self._model = model
@@ -450,6 +470,7 @@ class FitObserver:
         from unisono.telemetry import is_plain_iterator
 
         *rest, data = args
+        self._random_states = random_states()
         self._batch = None
         if isinstance(data, list):
             self._note(data[0] if len(data) == 1 else data)
@@ -460,6 +481,9 @@ class FitObserver:
     def after(self, result: Any) -> None:
         recorder, model = self._recorder, self._model
         logs = result[0] if isinstance(result, tuple) else result
+        for name, state in random_states().items():
+            if state != self._random_states[name]:
+                recorder.note_step_draws(model, name)
         num_steps = int(getattr(model, "steps_per_execution", 1))
         recorder.add_step(model, logs, num_steps=num_steps, batch=self._batch)
         if recorder.is_enough:

@@ -57,6 +57,8 @@ class Step:
     num_rows: int | None = None
     data: int | None = None
     """A checksum of the global batch; None where it is not known."""
+    attributes: dict[str, Any] = field(default_factory=dict)
+    """Numbers and words that the program's own classes (model, layers, callbacks) hold."""
     program: dict[str, list[Any]] = field(default_factory=dict)
     """Arrays of the program's own variables, in a stateless loop of JAX."""
     others: "list[Step]" = field(default_factory=list)

@@ -13,12 +13,12 @@ from unisono.devices import format_replicas
 from unisono.verify.causes import Cause
 from unisono.verify.compare import CONTRACT, MOST_NOISE, Comparison, Quantity, compare
 from unisono.verify.diagnose import (
-    Evidence,
     explain,
     explain_failure,
     explain_noise,
     notes_on_randomness,
 )
+from unisono.verify.evidence import Evidence
 from unisono.verify.records import Record
 from unisono.verify.run import Run, Runner, Variant
 

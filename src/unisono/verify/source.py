@@ -25,12 +25,38 @@ def calls(files: Iterable[str], names: Collection[str]) -> Iterator[Site]:
                 yield site_at(file, node.lineno)
 
 
-def mentions(files: Iterable[str], names: Collection[str]) -> Iterator[Site]:
-    """Lines that use one of these names or attributes."""
+def mentions(
+    files: Iterable[str], names: Collection[str], *, is_attribute: bool = False
+) -> Iterator[Site]:
+    """Lines that use one of these names or attributes, or attributes alone."""
+    kinds = (ast.Attribute,) if is_attribute else (ast.Name, ast.Attribute)
     for file, tree in _trees(files):
         for node in ast.walk(tree):
-            if isinstance(node, (ast.Name, ast.Attribute)) and _name(node) in names:
+            if isinstance(node, kinds) and _name(node) in names:
                 yield site_at(file, node.lineno)
+
+
+def assignments(files: Iterable[str], name: str) -> Iterator[Site]:
+    """Lines outside of `__init__` that assign an attribute of this name, then those inside."""
+    inside = []
+    for file, tree in _trees(files):
+        first = {
+            id(node)
+            for function in ast.walk(tree)
+            if isinstance(function, ast.FunctionDef) and function.name == "__init__"
+            for node in ast.walk(function)
+        }
+        for node in ast.walk(tree):
+            if not isinstance(node, (ast.Assign, ast.AugAssign)):
+                continue
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if any(isinstance(t, ast.Attribute) and t.attr == name for t in targets):
+                site = site_at(file, node.lineno)
+                if id(node) in first:
+                    inside.append(site)
+                else:
+                    yield site
+    yield from inside
 
 
 def keywords(files: Iterable[str], name: str) -> Iterator[Site]:
