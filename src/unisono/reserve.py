@@ -2,15 +2,15 @@
 
 TensorFlow fixes its devices when it starts, and building a model starts it, while users build
 first and call `parallel` after. So `import unisono` sets the number where TensorFlow is imported
-but has not started, or right after it is imported. Nothing happens where a GPU is visible or
-another Keras backend is chosen.
+but has not started, or right after it is imported. Nothing happens where TensorFlow then sees a GPU
+or another Keras backend is chosen. The driver is not asked: `import unisono` is to load nothing.
 """
 
 import contextlib
 import sys
 from typing import Any
 
-from unisono.devices import default_replicas, num_listed_gpus, simulated_gpus
+from unisono.devices import default_replicas, simulated_gpus
 from unisono.errors import DeviceError
 from unisono.imports import after_import, keras_backend
 
@@ -21,7 +21,8 @@ def reserve() -> None:
     """Arrange for TensorFlow to offer virtual CPU devices, now or when it is imported."""
     # A malformed variable is reported by the calls that use devices, not by the import.
     with contextlib.suppress(DeviceError):
-        if keras_backend() != "tensorflow" or (num_listed_gpus() and not simulated_gpus()):
+        simulated_gpus()
+        if keras_backend() != "tensorflow":
             return
         tensorflow = sys.modules.get("tensorflow")
         if tensorflow is None or hasattr(tensorflow, "config"):

@@ -249,14 +249,6 @@ class TestWhetherAHookIsSet:
         reserve.reserve()
         assert len(sys.meta_path) - self.num_finders == hooks
 
-    @pytest.mark.parametrize(("simulated", "hooks"), [("", 0), ("2", 1)])
-    def test_not_beside_a_gpu_unless_it_is_simulated(self, monkeypatch, simulated, hooks):
-        monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
-        monkeypatch.setenv(SIMULATED_GPUS, simulated)
-        monkeypatch.setattr(reserve, "num_listed_gpus", lambda: 1)
-        reserve.reserve()
-        assert len(sys.meta_path) - self.num_finders == hooks
-
     @pytest.mark.parametrize(
         ("keras_json", "backend"),
         [
