@@ -11,10 +11,12 @@ from tensorflow.python.eager.context import context
 from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
 from tensorflow.python.framework.op_callbacks import add_op_callback, remove_op_callback
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
+from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable as ResourceVariable
 
 __all__ = [
     "GraphOrParentsInXlaContext",
     "MirroredVariable",
+    "ResourceVariable",
     "add_op_callback",
     "checkpoint",
     "checkpoint_management",
