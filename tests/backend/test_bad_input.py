@@ -248,6 +248,36 @@ def of_tokens():
     return keras.Sequential([keras.Input((1,), dtype="int32"), *parts])
 
 
+class Counting(keras.Model):
+    """Counts its steps in a variable of TensorFlow's own."""
+
+    def __init__(self, count, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.count = count
+
+    def train_step(self, data):
+        self.count.assign_add(1.0)
+        return super().train_step(data)
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="its replicas share a process")
+def test_a_step_that_writes_to_what_replicas_share():
+    import tensorflow as tf
+
+    def counting(count):
+        net = plain()
+        model = Counting(count, net.inputs, net.outputs)
+        model.compile(sgd(), "mse")
+        return unisono.parallel(model, replicas=2)
+
+    model = counting(tf.Variable(0.0))
+    with pytest.raises(unisono.ModelError, match=r"writes to the tf\.Variable .* keras\.Variable"):
+        fit(model, *rows())
+    model = counting(keras.Variable(0.0, trainable=False))
+    fit(model, *rows())
+    assert float(model.count) == float(model.optimizer.iterations) > 0
+
+
 @pytest.mark.skipif(BACKEND == "jax", reason="JAX has no errors inside a compiled step")
 @pytest.mark.parametrize("call", ["fit"] if BACKEND == "torch" else CALLS)
 def test_an_operation_fails_on_one_replica_only(call):

@@ -122,6 +122,7 @@ tensorflow.python:pywrap_tfe.TFE_EnableCollectiveOps  start the server
 tensorflow.python.framework.auto_control_deps_utils:get_read_write_resource_inputs(op)  steps
 tensorflow.python.checkpoint:checkpoint           files of the chief
 tensorflow.python.checkpoint:checkpoint_management._delete_file_if_exists(filespec)  files
+tensorflow.python.ops.resource_variable_ops:BaseResourceVariable.handle  variables that replicas share
 tensorflow.python.distribute.distribute_lib:ReplicaContextBase._merge_call(merge_fn, args, kwargs)  threads
 tensorflow.python.distribute.distribute_lib:get_update_replica_id()  writes of plain models
 tensorflow.python.distribute.values:MirroredVariable._update(update_fn, value)  writes

@@ -27,19 +27,13 @@ class Stepped(keras.Model):
         self.tracker = keras.metrics.Mean(name="loss")
         self.num_steps = 0
         self.losses_seen = []
-        if BACKEND == "torch":
-            import torch
-
-            self.register_buffer("native_steps", torch.zeros(()))
-        else:
-            import tensorflow as tf
-
-            self.native_steps = tf.Variable(0.0, trainable=False)
+        self.native_steps = {}
 
     def train_step(self, data):
         x, _ = data
         self.num_steps += 1
-        self.native_steps.add_(1.0) if BACKEND == "torch" else self.native_steps.assign_add(1.0)
+        for steps in self.native_steps.values():
+            steps.add_(1.0) if BACKEND == "torch" else steps.assign_add(1.0)
         self.losses_seen.append(self.num_steps)
         weights = self.trainable_weights
         if BACKEND == "torch":
@@ -163,15 +157,25 @@ def test_attributes_and_generators_are_put_back():
 
     class Noting(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
-            native = float(self.model.native_steps)
+            native = {float(steps) for steps in self.model.native_steps.values()}
             steps.append((self.model.num_steps, native, list(self.model.losses_seen)))
 
-    model = unisono.parallel(stepped(ops.sum), replicas=2)
+    model = stepped(ops.sum)
+    if BACKEND == "torch":
+        import torch
+
+        model.register_buffer("native_buffer", torch.zeros(()))
+        model.native_steps = {"buffer": model.native_buffer, "tensor": torch.zeros(())}
+    else:
+        import tensorflow as tf
+
+        model.native_steps = {"variable": tf.Variable(0.0, trainable=False)}
+    unisono.parallel(model, replicas=2)
     # Eagerly, so that TensorFlow's variable is read as it is; its replicas share it.
     model.compile(keras.optimizers.SGD(RATE), run_eagerly=True)
     state = np.random.get_state()[1].copy()
     fit(model, epochs=1, shuffle=False, callbacks=[Noting()])
-    assert steps == [(1, 1 if BACKEND == "torch" else 2, [1])]
+    assert steps == [(1, {1 if BACKEND == "torch" else 2}, [1])]
     np.testing.assert_array_equal(np.random.get_state()[1], state)
 
 

@@ -123,6 +123,23 @@ def objects_with_state(model: keras.Model) -> list[Any]:
     return list({id(one): one for one in found if hasattr(one, "__dict__")}.values())
 
 
+def values_in_attributes(model: keras.Model) -> Iterator[Any]:
+    """What layers keep in attributes of theirs, in lists, tuples, dictionaries and sets too."""
+    left = [value for layer in layers_of(model) for value in vars(layer).values()]
+    seen: set[int] = set()
+    while left:
+        value = left.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, dict):
+            left.extend(value.values())
+        elif isinstance(value, (list, tuple, set)):
+            left.extend(value)
+        else:
+            yield value
+
+
 def drifting_variables(model: keras.Model, sync_batch_norm: bool) -> Iterator[Any]:
     """Non-trainable state that a forward pass computes from the replica's own rows alone."""
     for layer in layers_of(model):

@@ -18,7 +18,6 @@ import tensorflow as tf
 from unisono.backends.tensorflow.change_tracker import ChangeTracker
 from unisono.backends.tensorflow.collectives import Group
 from unisono.backends.tensorflow.distributed import group_of
-from unisono.backends.tensorflow.internals import get_read_write_resource_inputs
 from unisono.backends.tensorflow.mirrored import ReplicaThreads, strategy_of
 from unisono.backends.tensorflow.replica import (
     LinksAcrossProcesses,
@@ -31,6 +30,7 @@ from unisono.backends.tensorflow.variables import (
     StepSeeds,
     mirrored,
     replace_values,
+    shared_write,
     spread_seed,
     stay_in_replica,
 )
@@ -168,7 +168,7 @@ class TensorFlowLoop(abc.ABC):
         """Replicate variables of a new step, of which it trains some by these optimizers."""
 
     @abc.abstractmethod
-    def check_writes(self, graph: Any, keras_variables: list[Any]) -> None:
+    def check_writes(self, graph: Any) -> None:
         """Raise StrategyError where a step writes to a variable that replicas share."""
 
     # -- steps ---------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ class TensorFlowLoop(abc.ABC):
             owned = {id(v): v for o in owners for v in o.variables}
             every = [v for v in gc.get_objects() if issubclass(type(v), keras.Variable)]
             loose = [v for v in every if id(v._value) in used and id(v) not in owned]
-            self.check_writes(traced.graph, every)
+            self.check_writes(traced.graph)
             self._replication.take(models, optimizers, metrics)
             for optimizer in with_inner(optimizers):
                 stay_in_replica(optimizer)
@@ -291,22 +291,10 @@ class MirroredLoop(TensorFlowLoop):
                 self._spread_seeds[id(state)] = state
                 spread_seed(state)
 
-    def check_writes(self, graph: Any, keras_variables: list[Any]) -> None:
-        if self.num_replicas == 1:
-            return
-        # With the copies of those that have them.
-        values = [(v._value, *getattr(v._value, "values", ())) for v in keras_variables]
-        known = {id(value) for some in values for value in some}
-        inside = {id(outer): inner for outer, inner in graph.captures}
-        for variable in graph.variables:
-            handle = inside.get(id(variable.handle))
-            if id(variable) not in known and handle is not None and _is_written(handle):
-                raise StrategyError(
-                    f"A step writes to the tf.Variable {variable.name!r}, which the replicas of "
-                    "this process share: each would change what another has written. Make it a "
-                    "keras.Variable, of which every replica gets a copy, or run one process per "
-                    "replica with `unisono run`."
-                )
+    def check_writes(self, graph: Any) -> None:
+        problem = None if self.num_replicas == 1 else shared_write(graph)
+        if problem is not None:
+            raise StrategyError(problem)
 
 
 class ProcessLoop(TensorFlowLoop):
@@ -362,7 +350,7 @@ class ProcessLoop(TensorFlowLoop):
         changes.track(new)
         changes.take_over(range(len(new)))
 
-    def check_writes(self, graph: Any, keras_variables: list[Any]) -> None:
+    def check_writes(self, graph: Any) -> None:
         """Processes share no variables."""
 
 
@@ -409,13 +397,6 @@ def _gathered(group: Group, value: Any, axis: int) -> Any:
 
 def _is_per_replica(value: Any) -> bool:
     return isinstance(value, tf.distribute.DistributedValues) and not isinstance(value, tf.Variable)
-
-
-def _is_written(handle: Any) -> bool:
-    """Whether ops of a graph write to a variable, other than to draw random numbers."""
-    ops = [op for op in handle.consumers() if not op.type.startswith("Rng")]
-    written = [resource for op in ops for resource in get_read_write_resource_inputs(op)[1]]
-    return any(handle is resource for resource in written)
 
 
 def _identity(step: Any) -> Any:

@@ -113,9 +113,15 @@ class TensorFlowFramework:
         """The eager ops' generator, and the tf.Variables that layers keep by themselves."""
         import tensorflow as tf
 
+        from unisono.replication.introspection import values_in_attributes
+
         generator = functools.partial(self.set_random_state, self.random_state())
-        layers = model._flatten_layers()
-        found = (v for layer in layers for v in vars(layer).values() if isinstance(v, tf.Variable))
+        of_keras = {id(variable._value) for variable in model.variables}  # Restored already.
+        found = [
+            value
+            for value in values_in_attributes(model)
+            if isinstance(value, tf.Variable) and id(value) not in of_keras
+        ]
         return [generator, *(functools.partial(v.assign, tf.identity(v)) for v in found)]
 
     def drawing_functions(self) -> list[tuple[Any, str]]:

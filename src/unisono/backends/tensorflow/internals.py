@@ -10,9 +10,11 @@ from tensorflow.python.distribute.values import MirroredVariable
 from tensorflow.python.eager.context import context
 from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
 from tensorflow.python.framework.op_callbacks import add_op_callback, remove_op_callback
+from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable as ResourceVariable
 
 __all__ = [
     "MirroredVariable",
+    "ResourceVariable",
     "add_op_callback",
     "checkpoint",
     "checkpoint_management",

@@ -34,6 +34,7 @@ from unisono.backends.tensorflow.variables import (
     plain,
     replace_values,
     restore_optimizer,
+    shared_write,
     spread_seed,
     stay_in_replica,
 )
@@ -101,13 +102,16 @@ class MirroredTrainer(Trainer):
 
     def _replace_variables(self, copy: Callable[[Any], Any]) -> None:
         """Give every variable a new tf.Variable, and optimizers the keys that go with them."""
+        replace_values(self._variables(), copy, owner=self._model)
+
+    def _variables(self) -> list[Any]:
         model = self._model
         variables = list(model.variables)
         # A user's `metrics` may need what their `compile` makes.
         variables += model.metrics_variables if model.compiled else []
         for optimizer in with_inner(optimizers_of(model)):
             variables += optimizer.variables
-        replace_values(variables, copy, owner=model)
+        return variables
 
     # -- functions -----------------------------------------------------------------------------
 
@@ -188,6 +192,11 @@ class MirroredTrainer(Trainer):
 
         results = self._strategy.run(run)
         threads.finish()
+        if tf.inside_function():  # Being traced.
+            graph = tf.compat.v1.get_default_graph()
+            problem = shared_write(graph, self._variables())
+            if problem is not None:
+                raise ModelError(problem)
         return results
 
 

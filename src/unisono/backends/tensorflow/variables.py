@@ -20,7 +20,12 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, SeedGenerator
 
-from unisono.backends.tensorflow.internals import MirroredVariable, get_update_replica_id
+from unisono.backends.tensorflow.internals import (
+    MirroredVariable,
+    ResourceVariable,
+    get_read_write_resource_inputs,
+    get_update_replica_id,
+)
 from unisono.hooks import bind, unbind
 from unisono.replication.interrupts import interrupts_held_back
 from unisono.replication.introspection import optimizers_of, rename_variables, with_inner
@@ -155,6 +160,49 @@ def _users_of(
             if any(id(variable) in variables for variable in known):
                 optimizers.append(found)
     return models, optimizers
+
+
+def shared_write(graph: Any, of_replicas: Iterable[Any] = ()) -> str | None:
+    """Why replicas of this process cannot run a traced step: it writes to what they share.
+
+    Returns None where it writes to Keras variables only, of which every replica has a copy;
+    `of_replicas` are some that are known to have one.
+    """
+    known = _ids_of_handles(of_replicas)
+    # Not by `graph.variables`, which is empty as long as the graph is traced.
+    written = [outer for outer, inner in graph.captures if _is_written(inner)]
+    written = [handle for handle in written if id(handle) not in known]
+    if not written:
+        return None
+    # Searched for only now: a process has many objects.
+    found = gc.get_objects()
+    known = _ids_of_handles(o for o in found if issubclass(type(o), keras.Variable))
+    variables = {id(o.handle): o for o in found if issubclass(type(o), ResourceVariable)}
+    shared = [variables.get(id(handle)) for handle in written if id(handle) not in known]
+    name = next((variable.name for variable in shared if variable is not None), None)
+    if name is None:  # Tables, iterators and the like.
+        return None
+    return (
+        f"A step writes to the tf.Variable {name!r}, which the replicas of this process share: "
+        "each would change what another has written. Make it a keras.Variable, of which every "
+        "replica gets a copy, or run one process per replica with `unisono run`."
+    )
+
+
+def _ids_of_handles(variables: Iterable[Any]) -> set[int]:
+    """Ids of the resources of Keras variables: one, or one for each replica."""
+    values = [v._value for v in variables if v._value is not None]
+    parts = [part for value in values for part in getattr(value, "values", (value,))]
+    return {id(part.handle) for part in parts if isinstance(part, ResourceVariable)}
+
+
+def _is_written(handle: Any) -> bool:
+    """Whether ops of a graph write to a variable, other than to draw random numbers."""
+    if handle.dtype != tf.resource:
+        return False
+    ops = [op for op in handle.consumers() if not op.type.startswith("Rng")]
+    written = [resource for op in ops for resource in get_read_write_resource_inputs(op)[1]]
+    return any(handle is resource for resource in written)
 
 
 # -- seeds ----------------------------------------------------------------------------------------
