@@ -3,7 +3,8 @@
 State is replicated on the mesh and each batch is sharded over it, so a step is the one-device
 program with other shardings: batch norm, clipping, masked losses and dropout masks come out as on
 one device. A batch that does not divide is replicated: every device computes all of it, which is
-exact as well.
+exact as well, and all take over the first one's result, since kernels of GPUs may differ in the
+last digits from device to device.
 
 In a run of several processes each gives its rows of the global batch and gets its own copies of
 what a step returns, so that a callback may compute with them in one process only. Variables that
@@ -20,13 +21,15 @@ import numpy as np
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter, can_convert_arrays
 from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sample_weight
 
-from unisono.backends.jax.batch_norm import gather_statistics, tracing_step
+from unisono.backends.jax.batch_norm import gather_statistics
 from unisono.backends.jax.collectives import JaxCollectives
 from unisono.backends.jax.cpu_layers import replace_layers, restore_layers
 from unisono.backends.jax.devices import trainers
 from unisono.backends.jax.framework import JaxFramework
+from unisono.backends.jax.gpu_options import step_options
 from unisono.backends.jax.internals import uncommitted
-from unisono.backends.jax.mesh import mesh_of, peers_watched
+from unisono.backends.jax.mesh import mesh_of, peers_watched, tracing_step
+from unisono.backends.jax.recurrent import fused_lstms_split
 from unisono.backends.jax.state import StepState
 from unisono.backends.jax.throttle import await_turn, note_step
 from unisono.data.arrays import unshared
@@ -172,8 +175,11 @@ class JaxTrainer:
         def step(state: Any, data: Any) -> Any:
             if self._is_computed_by_each:
                 return original(self._model, name)(state, data)
-            with tracing_step():
+            given = state
+            with tracing_step(self._mesh), fused_lstms_split.applied():
                 outputs, state = original(self._model, name)(state, data)
+            if self._mesh.size > 1 and not self._mesh.divides(data):
+                outputs, state = self._agreed(name, outputs, state, given)
             replicated = self._mesh.replicated
             # The compiler may otherwise choose to shard the state that it returns.
             state = jax.lax.with_sharding_constraint(state, replicated)
@@ -184,8 +190,22 @@ class JaxTrainer:
 
         return step
 
+    def _agreed(self, name: str, outputs: Any, state: Any, given: Any) -> tuple[Any, Any]:
+        """The first replica's results of a step that each has computed on all rows."""
+        if name == "predict_step":
+            return outputs, state  # It changes no variable that the next step reads.
+        before = {id(leaf) for leaf in jax.tree.leaves(given)}
+        leaves, structure = jax.tree.flatten((outputs, state))
+        new = [i for i, leaf in enumerate(leaves) if id(leaf) not in before]
+        for i, leaf in zip(new, self._mesh.first_of([leaves[i] for i in new]), strict=True):
+            leaves[i] = leaf
+        found: tuple[Any, Any] = jax.tree.unflatten(structure, leaves)
+        return found
+
     def _make_function(self, step: Callable[..., Any], **options: Any) -> Any:
-        run = self._placed(jax_step(self._model, step))
+        gradient_bytes = sum(v._value.nbytes for v in self._own_variables() if v.trainable)
+        more = step_options(self._mesh.own_device, gradient_bytes) if self._mesh.size > 1 else {}
+        run = self._placed(jax_step(self._model, step, **more))
         return jax_function(self._model, run, **options)
 
     def _placed(self, step: Callable[..., Any]) -> Callable[..., Any]:
