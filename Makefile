@@ -1,6 +1,7 @@
 # make demo     train the digits net on one replica and on two, compare, plot: demo-results
 # make test     lint and the test suite, on all three backends (SLOW=1: with the longest tests)
 # make lint     the quick checks alone
+# make gpu-rehearsal   steps compiled for GPUs that are not there: the tables of docs/gpu.md
 # make format   apply the formatter and the safe fixes
 # make clean    remove environments, caches and outputs
 #
@@ -27,13 +28,15 @@ DEMO_PACKAGE = $(DEMO_$(shell echo $(DEMO_BACKEND) | tr a-z A-Z))
 DEMO_VENV := .venv-demo
 TEST_VENV := .venv-test
 DEMO_STAMP = $(DEMO_VENV)/.installed-$(DEMO_BACKEND)
+GPU_VENV := .venv-gpu-rehearsal
+GPU_STAMP := $(GPU_VENV)/.installed
 LINT_STAMP := $(TEST_VENV)/.installed-lint
 TEST_STAMP := $(TEST_VENV)/.installed-test
 INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints-test.txt
 REQUIREMENTS := pyproject.toml constraints-test.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-unit exactness $(BACKENDS:%=test-%) lint format clean
+.PHONY: help demo test test-unit exactness gpu-rehearsal $(BACKENDS:%=test-%) lint format clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -69,6 +72,10 @@ $(BACKENDS:%=test-%): test-%: $(TEST_STAMP)
 exactness: $(TEST_STAMP)
 	cd tests && ../$(TEST_VENV)/bin/python -m exactness --write ../docs/exactness.md
 
+# Needs no GPU. JAX's CUDA plugin compiles for one that is described to it.
+gpu-rehearsal: $(GPU_STAMP)
+	cd tests && TF_CPP_MIN_LOG_LEVEL=3 ../$(GPU_VENV)/bin/python -m gpu --write ../docs/gpu.md
+
 lint: $(LINT_STAMP)
 	$(TEST_VENV)/bin/ruff check .
 	$(TEST_VENV)/bin/ruff format --check .
@@ -80,7 +87,7 @@ format: $(LINT_STAMP)
 	$(TEST_VENV)/bin/ruff format .
 
 clean:
-	rm -rf $(DEMO_VENV) $(TEST_VENV) demo-results build dist htmlcov .coverage .coverage.*
+	rm -rf $(DEMO_VENV) $(TEST_VENV) $(GPU_VENV) demo-results build dist htmlcov .coverage .coverage.*
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -103,6 +110,13 @@ $(DEMO_STAMP): $(REQUIREMENTS)
 $(LINT_STAMP): $(REQUIREMENTS)
 	$(call make_venv,$(TEST_VENV))
 	$(TEST_VENV)/bin/python $(INSTALL) -e ".[lint]"
+	@touch $@
+
+$(GPU_STAMP): $(REQUIREMENTS)
+	$(call make_venv,$(GPU_VENV))
+	$(GPU_VENV)/bin/python $(INSTALL) torch
+	$(GPU_VENV)/bin/python $(INSTALL) "jax[cuda12]"
+	$(GPU_VENV)/bin/python $(INSTALL) -e ".[all,test]"
 	@touch $@
 
 # torch first and alone, so that the pinned version is settled before anything else asks for it.

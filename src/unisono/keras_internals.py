@@ -207,13 +207,22 @@ def torch_device() -> str:
 # -- JAX: since 3.16 `_make_function` compiles the step, and data comes stacked for several -------
 
 
-def jax_step(model: Any, step: Callable[..., Any]) -> Callable[..., Any]:
-    """A step as it is given to `_make_function`, compiled if the model's steps are."""
-    if not _makes_compiled(model) or model.run_eagerly or not model.jit_compile:
+def jax_step(model: Any, step: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """A step as it is given to `_make_function`, compiled if the model's steps are.
+
+    `options` are more arguments of `jax.jit`.
+    """
+    if model.run_eagerly or not model.jit_compile:
+        return step
+    if _makes_compiled(model):
+        function = step
+    elif options and not keras.config.is_nnx_enabled():
+        function = step.__wrapped__  # type: ignore[attr-defined]  # Of Keras' own jax.jit.
+    else:
         return step
     import jax
 
-    compiled: Callable[..., Any] = jax.jit(step, donate_argnums=0)
+    compiled: Callable[..., Any] = jax.jit(function, donate_argnums=0, **options)
     return compiled
 
 

@@ -211,6 +211,8 @@ def configure(
     gpus: int | Sequence[int] | str | None = None,
     memory: str | float | None = None,
     cpu_threads: int | None = None,
+    *,
+    deterministic: bool | None = None,
 ) -> None:
     """Limit what this process uses of the machine; call it before the backend starts its devices.
 
@@ -223,6 +225,8 @@ def configure(
         memory: For each process, on each GPU: `"grow"`, `"all"`, an amount such as `"8GiB"` or a
             fraction such as 0.5.
         cpu_threads: The number of threads for computations on CPUs.
+        deterministic: If True, GPUs compute the same bits in every run, in float32 without TF32, at
+            the price of slower kernels.
 
     Raises:
         ConfigurationError: If a value makes no sense or contradicts an earlier call
@@ -232,7 +236,7 @@ def configure(
         >>> configure(memory="grow", cpu_threads=2)
     """
     before = current_policy()
-    policy = before.joined_with(describe(gpus, memory, cpu_threads))
+    policy = before.joined_with(describe(gpus, memory, cpu_threads, deterministic))
     if policy != before:
         apply_policy(policy, before)
 

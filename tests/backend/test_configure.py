@@ -26,6 +26,24 @@ def threads():
     import torch
     return torch.get_num_threads()
 
+def determinism():
+    # What the backend says itself: deterministic kernels, and full float32.
+    if os.environ["KERAS_BACKEND"] == "jax":
+        import jax
+        flag = "--xla_gpu_deterministic_ops=true" in os.environ.get("XLA_FLAGS", "").split()
+        return [flag, jax.config.jax_default_matmul_precision == "highest"]
+    if os.environ["KERAS_BACKEND"] == "tensorflow":
+        import tensorflow as tf
+        from tensorflow.python.framework.config import is_op_determinism_enabled
+        is_tf32 = tf.config.experimental.tensor_float_32_execution_enabled()
+        return [is_op_determinism_enabled(), not is_tf32]
+    import torch
+    cublas = os.environ.get("CUBLAS_WORKSPACE_CONFIG") == ":4096:8"
+    cudnn = torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark
+    is_tf32 = torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32
+    flag = torch.are_deterministic_algorithms_enabled()
+    return [flag and cudnn and cublas, not is_tf32]
+
 def told(call, **arguments):
     try:
         return call(**arguments)
@@ -43,7 +61,7 @@ def found_by(script: str, *arguments: str, **env: str) -> Any:
 
 FIRST = """
 import unisono
-unisono.configure(gpus=[0, 2], cpu_threads=3)
+unisono.configure(gpus=[0, 2], cpu_threads=3, deterministic=True)
 # As on a machine with eight cores, of which two replicas have four each.
 os.sched_getaffinity = lambda pid: set(range(8))
 import keras
@@ -54,14 +72,14 @@ FOLDER = sys.argv[-1]
 class Watched(keras.layers.Layer):
     def call(self, x):
         from unisono.devices import current_policy
-        note = [current_policy().cpu_threads, threads()]
+        note = [current_policy().cpu_threads, threads(), *determinism()]
         Path(FOLDER, f"{os.getpid()}.json").write_text(json.dumps(note))
         return x
 
 keras.utils.set_random_seed(0)
 layers = [keras.Input((4,)), keras.layers.Dense(1)]
 model = keras.Sequential(layers + [Watched()] * (keras.backend.backend() == "torch"))
-found = {"threads": threads()}
+found = {"threads": threads(), "determinism": determinism()}
 model = unisono.parallel(model)
 model.compile("sgd", "mse")
 x = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
@@ -87,6 +105,10 @@ def test_the_backend_computes_with_so_many_threads(first):
     assert first["losses"] == 2
 
 
+def test_the_backend_is_deterministic_and_exact(first):
+    assert first["determinism"] == [True, True]
+
+
 def test_only_the_chosen_gpus_are_left(first):
     assert first["replicas"] == [0, 1]
     assert first["missing"] == [
@@ -98,7 +120,7 @@ def test_only_the_chosen_gpus_are_left(first):
 
 @pytest.mark.skipif(BACKEND != "torch", reason="only torch's replicas are processes")
 def test_worker_processes_obey(first):
-    assert first["notes"] == [[3, 3], [3, 3]]
+    assert first["notes"] == [[3, 3, True, True]] * 2
 
 
 STARTED = """
@@ -107,14 +129,14 @@ from unisono.devices import current_policy
 backend = keras.backend.backend()
 
 def state():
-    ours = ("CUDA_", "XLA_", "PJRT_", "PYTORCH_", "UNISONO_")
+    ours = ("CUDA_", "CUBLAS_", "JAX_", "XLA_", "PJRT_", "PYTORCH_", "UNISONO_")
     names = [name for name in os.environ if name.startswith(ours)]
     return [current_policy().to_text(), {name: os.environ[name] for name in names}]
 
 # The framework is imported, but has not started.
 unisono.configure(cpu_threads=2, memory="4GiB")
 model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-found = {"threads": threads()}
+found = {"threads": threads(), "determinism": determinism()}
 if backend == "jax":
     from jaxlib.xla_client import generate_pjrt_gpu_plugin_options
     found["options"] = generate_pjrt_gpu_plugin_options()
@@ -122,10 +144,11 @@ if backend == "torch":
     model = unisono.parallel(model, replicas=2)
 before = state()
 found["too_late"] = told(unisono.configure, gpus=[0])
+found["too_late_for_bits"] = told(unisono.configure, deterministic=True)
 found["contradiction"] = told(unisono.configure, cpu_threads=4)
 found["nonsense"] = told(unisono.configure, memory="lots")
 found["same"] = told(unisono.configure, cpu_threads=2)
-found["is_unharmed"] = state() == before and threads() == 2
+found["is_unharmed"] = state() == before and [threads(), determinism()] == [2, [False, False]]
 found["output"] = tuple(model(keras.ops.ones((2, 4))).shape)
 print(json.dumps(found))
 """
@@ -159,6 +182,13 @@ def test_after_the_start_it_says_which_line_to_move(started):
         f"Asked for unisono.configure(gpus=[0]); {started_what}, and what it took stays. Move the "
         f"line `unisono.configure(...)` above the first line that uses {framework} ("
     )
+
+
+def test_kernels_are_chosen_before_the_start(started):
+    kind, text = started["too_late_for_bits"]
+    assert kind == "StartedError"
+    assert text.startswith("Asked for unisono.configure(deterministic=True); ")
+    assert not started["determinism"][0]
 
 
 def test_other_mistakes_are_told_as_ever(started):

@@ -1,70 +1,65 @@
-"""The nets of the rehearsal, compiled, with a batch of random rows for each.
-
-Images are small and batches few rows: kernels, collectives and waits do not depend on either.
-"""
+"""The nets of the rehearsal, with their batch size per GPU and data of the right shapes."""
 
 from typing import Any
 
-import keras
 import numpy as np
-from keras import layers
 
-NETS = ("MiniGoogLeNet", "ResNet50", "LSTM", "transformer")
-NUM_WORDS, LENGTH = 1000, 16
+PER_GPU = {"minigooglenet": 64, "resnet50": 64, "lstm": 64, "transformer": 32}
 
 
 def make(name: str) -> Any:
-    keras.utils.set_random_seed(1)
-    model = {
-        "MiniGoogLeNet": _minigooglenet,
-        "ResNet50": _resnet50,
-        "LSTM": _lstm,
-        "transformer": _transformer,
-    }[name]()
-    model.compile(
-        keras.optimizers.SGD(0.01, momentum=0.9),
-        "sparse_categorical_crossentropy",
-        metrics=["accuracy"],
-    )
+    """A compiled net."""
+    import keras
+
+    from unisono.bench.nets import minigooglenet
+
+    if name == "minigooglenet":
+        model = minigooglenet()
+    elif name == "resnet50":
+        model = keras.applications.ResNet50(weights=None)
+    elif name == "lstm":
+        model = _lstm()
+    else:
+        model = _transformer()
+    model.compile(keras.optimizers.Adam(), "sparse_categorical_crossentropy", metrics=["accuracy"])
     return model
 
 
-def batch(name: str, num_rows: int) -> tuple[Any, Any]:
-    rng = np.random.default_rng(0)
-    labels = rng.integers(0, 10, num_rows)
-    if name in ("LSTM", "transformer"):
-        return rng.integers(0, NUM_WORDS, (num_rows, LENGTH)), labels
-    return rng.random((num_rows, 32, 32, 3), dtype=np.float32), labels
-
-
-def _minigooglenet() -> Any:
-    from unisono.bench.nets import minigooglenet
-
-    return minigooglenet()
-
-
-def _resnet50() -> Any:
-    return keras.applications.ResNet50(weights=None, input_shape=(32, 32, 3), classes=10)
+def data(name: str, num_rows: int) -> tuple[Any, Any]:
+    """Inputs and labels; their values do not matter."""
+    labels = np.zeros(num_rows, "int32")
+    if name == "transformer":
+        return np.zeros((num_rows, 128), "int32"), labels
+    shape = {"minigooglenet": (32, 32, 3), "resnet50": (224, 224, 3), "lstm": (50, 64)}[name]
+    return np.zeros((num_rows, *shape), "float32"), labels
 
 
 def _lstm() -> Any:
+    import keras
+    from keras import layers
+
     return keras.Sequential(
         [
-            keras.Input((LENGTH,), dtype="int32"),
-            layers.Embedding(NUM_WORDS, 64),
-            layers.LSTM(128),
+            keras.Input((50, 64)),
+            layers.LSTM(256, return_sequences=True),
+            layers.LSTM(256),
             layers.Dense(10, activation="softmax"),
         ]
     )
 
 
-def _transformer(width: int = 64, num_blocks: int = 2) -> Any:
-    words = keras.Input((LENGTH,), dtype="int32")
-    x = layers.Embedding(NUM_WORDS, width)(words)
-    for _ in range(num_blocks):
-        attended = layers.MultiHeadAttention(4, width // 4)(x, x)
-        x = layers.LayerNormalization()(layers.Add()([x, attended]))
-        hidden = layers.Dense(4 * width, activation="gelu")(x)
-        x = layers.LayerNormalization()(layers.Add()([x, layers.Dense(width)(hidden)]))
+def _transformer() -> Any:
+    """Four blocks of width 256 over 128 tokens."""
+    import keras
+    from keras import layers
+
+    tokens = keras.Input((128,), dtype="int32")
+    x = layers.Embedding(8192, 256)(tokens)
+    x = x + layers.Embedding(128, 256)(keras.ops.arange(128))
+    for _ in range(4):
+        attended = layers.MultiHeadAttention(8, 32)(x, x)
+        x = layers.LayerNormalization()(x + layers.Dropout(0.1)(attended))
+        wide = layers.Dense(1024, activation="gelu")(x)
+        x = layers.LayerNormalization()(x + layers.Dense(256)(wide))
     x = layers.GlobalAveragePooling1D()(x)
-    return keras.Model(words, layers.Dense(10, activation="softmax")(x))
+    return keras.Model(tokens, layers.Dense(10, activation="softmax")(x))

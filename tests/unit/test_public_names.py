@@ -96,7 +96,7 @@ def test_every_public_function_has_types(function):
 @pytest.mark.parametrize(
     ("function", "signature"),
     [
-        (unisono.configure, "(gpus=None, memory=None, cpu_threads=None)"),
+        (unisono.configure, "(gpus=None, memory=None, cpu_threads=None, *, deterministic=None)"),
         (unisono.devices, "()"),
         (unisono.parallel, "(model, *, replicas=None, gpus=None, sync_batch_norm=True)"),
         (unisono.release, "(model)"),

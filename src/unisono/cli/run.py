@@ -117,7 +117,11 @@ def request_of(options: argparse.Namespace, step: SlurmStep | None = None) -> Re
         program=program,
         num_processes=num_processes,
         gpus=gpus,
-        policy=describe(memory=_memory(options.memory), cpu_threads=options.cpu_threads),
+        policy=describe(
+            memory=_memory(options.memory),
+            cpu_threads=options.cpu_threads,
+            deterministic=options.deterministic or None,
+        ),
         num_nodes=options.nodes,
         node=options.node_rank,
         coordinator=options.coordinator,
@@ -155,7 +159,7 @@ def _become_rank(options: argparse.Namespace) -> None:
         for name in ("replicas", "gpus", "np", "memory", "cpu_threads", "log_dir", "interface")
         if getattr(options, name) is not None
     ]
-    given += ["--legacy"] * options.legacy
+    given += ["--legacy"] * options.legacy + ["--deterministic"] * options.deterministic
     if given:
         raise _UsageError(
             f"{', '.join(given)} needs one task on each node, and Slurm started more: #SBATCH "
@@ -174,6 +178,9 @@ def _add_devices(group: Any) -> None:
     group.add_argument("-H", dest="hosts", metavar="a:2,b:2", help="hosts and slots, as horovodrun")
     group.add_argument("--memory", metavar="grow", help="of each GPU: grow, all, 8GiB or 0.5")
     group.add_argument("--cpu-threads", type=_count, metavar="N", help="threads of each process")
+    group.add_argument(
+        "--deterministic", action="store_true", help="the same bits in every run on GPUs; slower"
+    )
 
 
 def _add_nodes(group: Any) -> None:

@@ -38,11 +38,13 @@ class Policy:
     """For each process on each GPU: `grow`, `all`, at most so many bytes (int), or at most this
     fraction of it (float)."""
     cpu_threads: int | None = None
+    deterministic: bool | None = None
+    """Whether GPUs compute the same bits each time, in full float32."""
 
     def __str__(self) -> str:
         """As the arguments of a call."""
         memory = format_bytes(self.memory) if isinstance(self.memory, int) else self.memory
-        given = {"gpus": self.gpus, "memory": memory, "cpu_threads": self.cpu_threads}
+        given = {**vars(self), "memory": memory}
         return ", ".join(f"{k}={shown(v)}" for k, v in given.items() if v is not None)
 
     def joined_with(self, later: "Policy") -> "Policy":
@@ -79,15 +81,18 @@ def describe(
     gpus: int | Sequence[int] | str | None = None,
     memory: str | float | None = None,
     cpu_threads: int | None = None,
+    deterministic: bool | None = None,
 ) -> Policy:
     """A request as a policy; raises DeviceError for what no machine could satisfy.
 
-    >>> describe(gpus=[0, 1], memory="8GiB")
-    Policy(gpus=(0, 1), memory=8589934592, cpu_threads=None)
+    >>> print(describe(gpus=[0, 1], memory="8GiB"))
+    gpus=[0, 1], memory='8 GiB'
     """
     if cpu_threads is not None:
         check_threads(cpu_threads)
-    return Policy(_parsed_gpus(gpus), _parsed_memory(memory), cpu_threads)
+    if deterministic not in (None, True, False):
+        raise DeviceError(f"Asked for deterministic={deterministic!r}. Give True or False.")
+    return Policy(_parsed_gpus(gpus), _parsed_memory(memory), cpu_threads, deterministic)
 
 
 def current_policy() -> Policy:
@@ -177,6 +182,8 @@ class Grant:
     limit_share: float | None = None
     """...which is this part of the largest one, so that the limit holds on all."""
     cpu_threads: int | None = None
+    is_deterministic: bool = False
+    """Choose kernels that give the same bits each time, and no TF32."""
 
 
 @dataclass(frozen=True)
@@ -242,6 +249,7 @@ def grant_of(policy: Policy, selection: Selection) -> Grant:
         limit_bytes=limit_bytes,
         limit_share=limit_share,
         cpu_threads=policy.cpu_threads,
+        is_deterministic=bool(policy.deterministic),
     )
 
 

@@ -105,6 +105,11 @@ class TestLaterCalls:
             ({"gpus": [0, 1]}, {"gpus": [1]}, ("gpus=[1]", "gpus=[0, 1]")),
             ({"memory": "grow"}, {"memory": 0.5}, ("memory=0.5", "memory='grow'")),
             ({"cpu_threads": 2}, {"cpu_threads": 4}, ("cpu_threads=4", "cpu_threads=2")),
+            (
+                {"deterministic": True},
+                {"deterministic": False},
+                ("deterministic=False", "deterministic=True"),
+            ),
         ],
     )
     def test_they_may_not_contradict(self, first, later, shown):
@@ -117,7 +122,8 @@ class TestLaterCalls:
 
 
 @pytest.mark.parametrize(
-    "policy", [Policy(), Policy((0, 2), "grow", 3), Policy("idle:2", 0.5), Policy(2, 8 * GIB)]
+    "policy",
+    [Policy(), Policy((0, 2), "grow", 3), Policy("idle:2", 0.5), Policy(2, 8 * GIB, None, True)],
 )
 def test_a_policy_travels_through_the_environment(monkeypatch, policy):
     monkeypatch.setenv(POLICY, policy.to_text())
@@ -269,7 +275,7 @@ class TestOnAMachineWithGpus:
         first = "[unisono.configure(cpu_threads=3)]"
         *nothing, policy, threads = answer(f"{first} + {calls}", STAND_IN_GPUS="4")
         assert nothing == [None] * 4
-        assert policy == {"gpus": [1], "memory": 0.25, "cpu_threads": 3}
+        assert policy == {"gpus": [1], "memory": 0.25, "cpu_threads": 3, "deterministic": None}
         assert threads == "3"
 
     @pytest.fixture

@@ -117,6 +117,7 @@ def test_one_gpu_each_and_all_cores():
             "gpus": None,
             "memory": "grow",
             "cpu_threads": None,
+            "deterministic": None,
         }
 
 

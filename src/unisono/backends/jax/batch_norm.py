@@ -5,30 +5,14 @@ replica waits twice for the slowest one. Here each computes the moments of its o
 of all replicas are merged, which is as precise.
 """
 
-import contextlib
-import threading
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 from keras import ops
 
-from unisono.backends.jax.mesh import ReplicaMesh
+from unisono.backends.jax.mesh import ReplicaMesh, traced_mesh
 from unisono.hooks import bind
 from unisono.replication.batch_norm import local_moments
-
-_thread = threading.local()
-
-
-@contextlib.contextmanager
-def tracing_step() -> Iterator[None]:
-    """While a step of the replicas is traced: elsewhere a layer's inputs are not on their mesh."""
-    before = getattr(_thread, "is_tracing", False)
-    _thread.is_tracing = True
-    try:
-        yield
-    finally:
-        _thread.is_tracing = before
 
 
 def gather_statistics(layer: Any, mesh: ReplicaMesh) -> None:
@@ -37,7 +21,7 @@ def gather_statistics(layer: Any, mesh: ReplicaMesh) -> None:
     def moments(inputs: Any, mask: Any) -> tuple[Any, Any]:
         num_rows = inputs.shape[0]
         is_plain = mask is None and 0 in layer._reduction_axes
-        if num_rows % mesh.size or not (is_plain and getattr(_thread, "is_tracing", False)):
+        if num_rows % mesh.size or not (is_plain and traced_mesh() is mesh):
             return local_moments(layer, inputs, mask)
         by_replica = ops.reshape(inputs, (mesh.size, num_rows // mesh.size, *inputs.shape[1:]))
         by_replica = jax.lax.with_sharding_constraint(by_replica, mesh.split)

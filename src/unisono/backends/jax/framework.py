@@ -20,6 +20,10 @@ _OLD_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _AT_START = "XLA_PYTHON_CLIENT_PREALLOCATE"
 # The size of the CPU client's thread pools. XLA_FLAGS has no flag for it that still works.
 _THREADS = "PJRT_NPROC"
+_FLAGS = "XLA_FLAGS"
+# Kernels that give the same bits in every run; the default precision may be TF32.
+_DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
+_PRECISION, _FULL = "JAX_DEFAULT_MATMUL_PRECISION", "highest"
 _ALL = 0.95  # The driver keeps some of a GPU's memory for itself.
 
 
@@ -76,9 +80,15 @@ class JaxFramework:
             os.environ[_SHARE] = f"{share:.6f}"
         if grant.limit_share is not None:
             os.environ[_AT_START] = "false"
+        if grant.is_deterministic:
+            own = [flag for flag in os.environ.get(_FLAGS, "").split() if flag != _DETERMINISTIC]
+            os.environ[_FLAGS] = " ".join([*own, _DETERMINISTIC])
+            os.environ[_PRECISION] = _FULL
 
     def apply(self, jax: Any, grant: Grant) -> None:
-        """The environment variables are sufficient."""
+        if grant.is_deterministic:
+            # JAX reads the variable on its import, which may have been before.
+            jax.config.update("jax_default_matmul_precision", _FULL)
 
     # -- joining a run -------------------------------------------------------------------------
 

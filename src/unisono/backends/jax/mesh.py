@@ -10,6 +10,7 @@ import functools
 import os
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -25,7 +26,10 @@ from unisono.errors import PeerLostError, StrategyError
 from unisono.launch.client import World, current_world
 
 AXIS = "replica"
+_thread = threading.local()
 _DENSE = (np.ndarray, np.generic, jax.Array, int, float, bool)
+# NCCL adds neither of these.
+_NOT_REDUCED = ("bool", "int16", "uint16")
 # What collectives on CPUs (gloo) and on GPUs (NCCL) report when another process is gone.
 _PEER_ERRORS = ("Gloo ", "gloo/transport", "NCCL operation", "ncclRemoteError", "ncclSystemError")
 
@@ -110,6 +114,43 @@ class ReplicaMesh:
         num_own_rows = shard.num_rows // self.num_processes
         return not shard.is_replicated and len(shape) > 0 and shape[0] == num_own_rows
 
+    def divides(self, batch: Any) -> bool:
+        """Whether devices compute their own rows of a global batch, as it is seen in a step."""
+        leaves = [leaf for leaf in keras.tree.flatten(batch) if getattr(leaf, "ndim", 0)]
+        num_rows = leaves[0].shape[0] if leaves else 0
+        dense = [leaf for leaf in leaves if isinstance(leaf, _DENSE)]
+        is_split = any(np.shape(leaf)[0] == num_rows for leaf in dense)
+        return is_split and num_rows % self.size == 0
+
+    def first_of(self, values: Any) -> Any:
+        """The first device's copies of arrays that every device has computed, in a step.
+
+        Kernels that add in any order give each device other digits of what XLA takes for one
+        replicated array. An all-reduce, since XLA combines those and no broadcasts.
+        """
+
+        def pick(x: Any) -> Any:
+            is_first = jax.lax.axis_index(AXIS) == 0
+            if x.dtype in _NOT_REDUCED:
+                return pick(x.astype("int32")).astype(x.dtype)
+            # Adding -0.0 keeps every bit, also the sign of a zero.
+            nothing = -0.0 if jax.numpy.issubdtype(x.dtype, jax.numpy.inexact) else 0
+            chosen = jax.numpy.where(is_first, x, jax.numpy.asarray(nothing, x.dtype))
+            return jax.lax.psum(chosen, AXIS)
+
+        leaves, structure = jax.tree.flatten(values)
+        chosen = [i for i, leaf in enumerate(leaves) if _is_number(leaf)]
+        every = PartitionSpec()
+        pick_all = jax.shard_map(
+            lambda arrays: [pick(x) for x in arrays],
+            mesh=self.mesh,
+            in_specs=every,
+            out_specs=every,
+        )
+        for i, first in zip(chosen, pick_all([leaves[i] for i in chosen]), strict=True):
+            leaves[i] = first
+        return jax.tree.unflatten(structure, leaves)
+
     def own(self, value: Any) -> Any:
         """This process' data of an array of the mesh; anything else as it is."""
         if _is_of_several_processes(value):
@@ -185,6 +226,30 @@ def peers_watched() -> Iterator[None]:
                 f"{error}"
             ) from error
         raise
+
+
+@contextlib.contextmanager
+def tracing_step(mesh: ReplicaMesh) -> Iterator[None]:
+    """While a step of the replicas is traced: elsewhere a layer's inputs are not on their mesh."""
+    before = traced_mesh()
+    _thread.mesh = mesh
+    try:
+        yield
+    finally:
+        _thread.mesh = before
+
+
+def traced_mesh() -> ReplicaMesh | None:
+    """The mesh of the step that this thread is tracing."""
+    mesh: ReplicaMesh | None = getattr(_thread, "mesh", None)
+    return mesh
+
+
+def _is_number(value: Any) -> bool:
+    is_key = isinstance(value, jax.Array) and jax.dtypes.issubdtype(
+        value.dtype, jax.dtypes.extended
+    )
+    return isinstance(value, jax.Array) and not is_key
 
 
 def _is_of_several_processes(value: Any) -> bool:

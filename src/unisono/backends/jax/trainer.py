@@ -3,7 +3,8 @@
 State is replicated on the mesh and each batch is sharded over it, so a step is the one-device
 program with other shardings: batch norm, clipping, masked losses and dropout masks come out as on
 one device. A batch that does not divide is replicated: every device computes all of it, which is
-exact as well.
+exact as well, and all take over the first one's result, since kernels of GPUs may differ in the
+last digits from device to device.
 
 In a run of several processes each gives its rows of the global batch and gets its own copies of
 what a step returns, so that a callback may compute with them in one process only. Variables that
@@ -20,13 +21,15 @@ import numpy as np
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter, can_convert_arrays
 from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sample_weight
 
-from unisono.backends.jax.batch_norm import gather_statistics, tracing_step
+from unisono.backends.jax.batch_norm import gather_statistics
 from unisono.backends.jax.collectives import JaxCollectives
 from unisono.backends.jax.cpu_layers import replace_layers, restore_layers
 from unisono.backends.jax.devices import trainers
 from unisono.backends.jax.framework import JaxFramework
+from unisono.backends.jax.gpu_options import step_options
 from unisono.backends.jax.internals import uncommitted
-from unisono.backends.jax.mesh import mesh_of, peers_watched
+from unisono.backends.jax.mesh import mesh_of, peers_watched, tracing_step
+from unisono.backends.jax.recurrent import is_recurrent, restore_loop, split_loop
 from unisono.backends.jax.state import ModelState
 from unisono.backends.jax.throttle import await_turn, note_step
 from unisono.data.arrays import unshared
@@ -34,7 +37,7 @@ from unisono.data.feed import Feed, Shard
 from unisono.devices import Placement
 from unisono.devices.cpu_layers import chosen_cpu_layers
 from unisono.hooks import bind, original, unbind
-from unisono.keras_internals import jax_function, jax_step
+from unisono.keras_internals import jax_function, jax_step, layers_of
 from unisono.replication.batch_norm import batch_norms, group_statistics, ungroup_statistics
 from unisono.replication.checksums import checksum, compared_variables, names_of
 from unisono.replication.interrupts import interrupts_held_back
@@ -73,6 +76,8 @@ class JaxTrainer:
         restore_layers(model)
         for layer in batch_norms(model):
             ungroup_statistics(layer)
+        for layer in filter(is_recurrent, layers_of(model)):
+            restore_loop(layer)
         for variable in self._own_variables():
             variable._value = jax.numpy.asarray(np.asarray(variable._value))
         self._forget_functions()
@@ -160,6 +165,9 @@ class JaxTrainer:
             group_statistics(layer, 1 if self.sync_batch_norm else num_replicas)
             if self.sync_batch_norm and num_replicas > 1 and not self._is_eager:
                 gather_statistics(layer, self._mesh)
+        for layer in filter(is_recurrent, layers_of(self._model)):
+            if num_replicas > 1 and not self._is_eager:
+                split_loop(layer, self._mesh)
         names = chosen_cpu_layers(self.placement, JaxFramework.cpu_layers)
         replace_layers(self._model, names)
 
@@ -172,8 +180,11 @@ class JaxTrainer:
         def step(state: Any, data: Any) -> Any:
             if self._is_computed_by_each:
                 return original(self._model, name)(state, data)
-            with tracing_step():
+            given = state
+            with tracing_step(self._mesh):
                 outputs, state = original(self._model, name)(state, data)
+            if self._mesh.size > 1 and not self._mesh.divides(data):
+                outputs, state = self._agreed(name, outputs, state, given)
             replicated = self._mesh.replicated
             # The compiler may otherwise choose to shard the state that it returns.
             state = jax.lax.with_sharding_constraint(state, replicated)
@@ -184,8 +195,22 @@ class JaxTrainer:
 
         return step
 
+    def _agreed(self, name: str, outputs: Any, state: Any, given: Any) -> tuple[Any, Any]:
+        """The first replica's results of a step that each has computed on all rows."""
+        if name == "predict_step":
+            return outputs, state  # It changes no variable that the next step reads.
+        before = {id(leaf) for leaf in jax.tree.leaves(given)}
+        leaves, structure = jax.tree.flatten((outputs, state))
+        new = [i for i, leaf in enumerate(leaves) if id(leaf) not in before]
+        for i, leaf in zip(new, self._mesh.first_of([leaves[i] for i in new]), strict=True):
+            leaves[i] = leaf
+        found: tuple[Any, Any] = jax.tree.unflatten(structure, leaves)
+        return found
+
     def _make_function(self, step: Callable[..., Any], **options: Any) -> Any:
-        run = self._placed(jax_step(self._model, step))
+        gradient_bytes = sum(v._value.nbytes for v in self._own_variables() if v.trainable)
+        more = step_options(self._mesh.own_device, gradient_bytes) if self._mesh.size > 1 else {}
+        run = self._placed(jax_step(self._model, step, **more))
         return jax_function(self._model, run, **options)
 
     def _placed(self, step: Callable[..., Any]) -> Callable[..., Any]:

@@ -63,6 +63,9 @@ class TensorFlowFramework:
             if grant.cpu_threads is not None:
                 tf.config.threading.set_intra_op_parallelism_threads(grant.cpu_threads)
                 tf.config.threading.set_inter_op_parallelism_threads(grant.cpu_threads)
+            if grant.is_deterministic:
+                tf.config.experimental.enable_op_determinism()
+                tf.config.experimental.enable_tensor_float_32_execution(False)
         except (RuntimeError, ValueError) as error:
             raise DeviceError(
                 f"Asked TensorFlow to keep to unisono.configure; it says: {error}. Remove the "

@@ -226,15 +226,32 @@ class UnscaledMirroredStrategy(tf.distribute.MirroredStrategy):
         self.is_merging = placement.kind == "cpu"
         """Whether replicas reduce in cross-replica context, and not by a collective."""
         devices = [f"{placement.kind.upper()}:{i}" for i in placement.indices]
-        # Virtual CPU devices share their memory, so that a reduction needs no collective.
-        reduction = tf.distribute.ReductionToOneDevice() if placement.kind == "cpu" else None
-        super().__init__(devices, cross_device_ops=reduction)
+        super().__init__(devices, cross_device_ops=_reduction(placement))
 
     @property
     def num_replicas_in_sync(self) -> int:
         replica = current_replica()
         is_trainers_step = replica is not None and not replica.is_custom_loop
         return 1 if is_trainers_step else super().num_replicas_in_sync
+
+
+def _reduction(placement: Placement) -> Any:
+    """How replicas of a process reduce; None for TensorFlow's own choice."""
+    if placement.kind == "cpu":
+        # Virtual CPU devices share their memory, so that a reduction needs no collective.
+        return tf.distribute.ReductionToOneDevice()
+    physical, visible, logical = (
+        len(list_devices("GPU"))
+        for list_devices in (
+            tf.config.list_physical_devices,
+            tf.config.get_visible_devices,
+            tf.config.list_logical_devices,
+        )
+    )
+    # Where `set_visible_devices` has hidden a GPU, TensorFlow takes the others for parts of GPUs,
+    # which NCCL does not support, and reduces on one GPU.
+    is_misjudged = physical != logical == visible
+    return tf.distribute.NcclAllReduce() if is_misjudged else None
 
 
 def strategy_of(placement: Placement) -> tf.distribute.Strategy:

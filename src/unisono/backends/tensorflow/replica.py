@@ -85,8 +85,10 @@ class LinksAcrossProcesses:
         is_sparse = [isinstance(operand, tf.IndexedSlices) for operand in operands]
         pairs = list(zip(operands, is_sparse, strict=True))
         sparse = iter(self._group.sum_slices([one for one, flag in pairs if flag]))
-        others = [one for one, flag in pairs if not flag]
-        dense = iter(self._group.all_reduce(others, is_traced_alike=True))
+        # Collectives run in the order in which they are traced, and gradients of the last layers
+        # are computed first.
+        others = [one for one, flag in pairs if not flag][::-1]
+        dense = iter(self._group.all_reduce(others, is_traced_alike=True)[::-1])
         return [next(sparse if flag else dense) for flag in is_sparse]
 
     def gather(self, x: Any, num_rows: Any, is_replicated: Any) -> Any:

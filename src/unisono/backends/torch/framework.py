@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 _ALLOCATOR = "PYTORCH_ALLOC_CONF"
 _OLD_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 _EXPANDABLE = "expandable_segments:True"
+_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+_CUBLAS_DETERMINISTIC = ":4096:8"
 _DRAWS = (
     *("normal", "randint", "randn", "randn_like", "rand", "rand_like", "bernoulli"),
     *("binomial", "multinomial"),
@@ -74,11 +76,14 @@ class TorchFramework:
             return "unisono has started torch's worker processes"
         if policy.gpus is not None and has_cuda_started():
             return "CUDA has started in this process"
-        if policy.memory is not None and torch.cuda.is_initialized():
+        is_read_at_start = policy.memory is not None or policy.deterministic
+        if is_read_at_start and torch.cuda.is_initialized():
             return "torch has started its GPUs"
         return None
 
     def set_variables(self, grant: Grant) -> None:
+        if grant.is_deterministic:
+            os.environ.setdefault(_CUBLAS, _CUBLAS_DETERMINISTIC)
         if not grant.is_growing:
             return
         name = _OLD_ALLOCATOR if _OLD_ALLOCATOR in os.environ else _ALLOCATOR
@@ -95,6 +100,12 @@ class TorchFramework:
         if grant.limit_bytes is not None:
             # Setting it starts CUDA, which is for the program to do.
             torch.cuda._lazy_call(lambda: _limit_memory(torch, grant))
+        if grant.is_deterministic:
+            torch.use_deterministic_algorithms(True)
+            torch.backends.cudnn.deterministic = True
+            torch.backends.cudnn.benchmark = False
+            torch.backends.cudnn.allow_tf32 = False
+            torch.backends.cuda.matmul.allow_tf32 = False
 
     # -- joining a run -------------------------------------------------------------------------
 
