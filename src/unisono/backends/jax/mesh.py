@@ -229,7 +229,7 @@ def peers_watched() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def tracing_step(mesh: ReplicaMesh) -> Iterator[None]:
+def tracing_step(mesh: ReplicaMesh | None) -> Iterator[None]:
     """While a step of the replicas is traced: elsewhere a layer's inputs are not on their mesh."""
     before = traced_mesh()
     _thread.mesh = mesh

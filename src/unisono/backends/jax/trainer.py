@@ -29,7 +29,12 @@ from unisono.backends.jax.framework import JaxFramework
 from unisono.backends.jax.gpu_options import step_options
 from unisono.backends.jax.internals import uncommitted
 from unisono.backends.jax.mesh import mesh_of, peers_watched, tracing_step
-from unisono.backends.jax.recurrent import is_recurrent, restore_loop, split_loop
+from unisono.backends.jax.recurrent import (
+    fused_lstms_split,
+    is_recurrent,
+    restore_loop,
+    split_loop,
+)
 from unisono.backends.jax.state import ModelState
 from unisono.backends.jax.throttle import await_turn, note_step
 from unisono.data.arrays import unshared
@@ -181,7 +186,7 @@ class JaxTrainer:
             if self._is_computed_by_each:
                 return original(self._model, name)(state, data)
             given = state
-            with tracing_step(self._mesh):
+            with tracing_step(self._mesh), fused_lstms_split.applied():
                 outputs, state = original(self._model, name)(state, data)
             if self._mesh.size > 1 and not self._mesh.divides(data):
                 outputs, state = self._agreed(name, outputs, state, given)
