@@ -175,7 +175,7 @@ def chief_does_not_train_alone() -> Any:
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             try:
                 model.train_on_batch(X, Y)
-            except unisono.StrategyError as error:
+            except unisono.errors.StrategyError as error:
                 self.told = str(error)
 
     train = Train()

@@ -49,7 +49,7 @@ def refusal(call):
 
 def horovod_kind(error):
     """Which of the errors that Horovod raises for a mismatch this is also one of."""
-    if not isinstance(error, unisono.DisagreementError):
+    if not isinstance(error, unisono.errors.DisagreementError):
         return ""
     if BACKEND != "tensorflow":
         return " (RuntimeError)" if isinstance(error, RuntimeError) else ""

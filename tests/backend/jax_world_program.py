@@ -189,7 +189,7 @@ def is_lost() -> list[Any]:
         with peers_watched():
             for _ in range(100):
                 mesh._replicate(mesh.put_rows(np.ones(8, "float32"))).block_until_ready()
-    except unisono.PeerLostError as error:
+    except unisono.errors.PeerLostError as error:
         return [str(error), time.monotonic() - start]
     return ["no error"]
 

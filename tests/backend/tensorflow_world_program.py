@@ -274,7 +274,7 @@ def loses_a_process(how: str) -> Any:
         if how == "stays away":
             group_of().all_reduce([tf.ones([3])])
         model.fit(x, y, batch_size=8, verbose=0)
-    except unisono.PeerLostError as error:
+    except unisono.errors.PeerLostError as error:
         print(json.dumps([str(error), time.monotonic() - began]), flush=True)
     os._exit(0)
 

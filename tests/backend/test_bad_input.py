@@ -64,7 +64,7 @@ def test_other_calls_refuse_it_too(name, thing):
     ],
 )
 def test_what_cannot_be_called_or_averaged_is_refused(call):
-    with pytest.raises(unisono.StrategyError, match="Asked"):
+    with pytest.raises(unisono.errors.StrategyError, match="Asked"):
         call()
 
 
@@ -89,7 +89,7 @@ def test_a_number_of_replicas_that_no_machine_has(entry, monkeypatch):
     }
     if entry == "gpus":
         found = r"this machine has \d+ GPU"
-    with pytest.raises(unisono.DeviceError, match=found):
+    with pytest.raises(unisono.errors.DeviceError, match=found):
         calls[entry]()
 
 
@@ -124,19 +124,19 @@ def test_one_warning_of_replicas_that_share_cores(monkeypatch):
 def test_a_request_that_cannot_be_met(model, request_, monkeypatch):
     monkeypatch.setenv("UNISONO_SIMULATED_GPUS", "2")
     before = state(model)
-    with pytest.raises(unisono.DeviceError) as caught:
+    with pytest.raises(unisono.errors.DeviceError) as caught:
         unisono.parallel(model, **request_)
     assert "Asked for" in str(caught.value)
     assert apart(before, state(model)) == 0
     untouched = plain()
     keys = set(vars(untouched))
-    with pytest.raises(unisono.DeviceError):
+    with pytest.raises(unisono.errors.DeviceError):
         unisono.parallel(untouched, **request_)
     assert set(vars(untouched)) == keys
 
 
 def test_a_refused_request_leaves_the_placement(model):
-    with pytest.raises(unisono.DeviceError):
+    with pytest.raises(unisono.errors.DeviceError):
         unisono.parallel(model, replicas=0)
     assert_unharmed(model)
 
@@ -383,7 +383,7 @@ import unisono
 before = model.get_weights()
 try:
     unisono.parallel(model, replicas=3)
-except unisono.StartedError as error:
+except unisono.errors.StartedError as error:
     print("refused:", error)
 assert all((a == b).all() for a, b in zip(before, model.get_weights(), strict=True))
 unisono.parallel(model, replicas={fewer})

@@ -592,7 +592,9 @@ def test_bad_input():
         hvd.ProcessSet([0.5])
     with pytest.raises(ValueError, match="Give a list of ranks"):
         hvd.ProcessSet("0,1")
-    with pytest.raises(unisono.DisagreementError, match="splits \\[1\\] do not divide 2 rows"):
+    with pytest.raises(
+        unisono.errors.DisagreementError, match="splits \\[1\\] do not divide 2 rows"
+    ):
         hvd.alltoall([1.0, 2.0], splits=[1])
     with pytest.raises(NotImplementedError, match=r"hvd\.elastic\.KerasState is not implemented"):
         _ = hvd.elastic.KerasState

@@ -121,7 +121,7 @@ def test_a_variable_of_tensorflow_that_replicas_share():
 
 @only_tensorflow
 def test_gradients_outside_of_a_step():
-    with pytest.raises(unisono.StrategyError, match=r"that strategy\.run runs"):
+    with pytest.raises(unisono.errors.StrategyError, match=r"that strategy\.run runs"):
         unisono.Strategy(replicas=2).reduce_gradients([1.0])
 
 
@@ -174,7 +174,7 @@ def starts_apart():
 
 @only_torch
 def test_replicas_that_begin_apart_are_noticed():
-    with pytest.raises(unisono.StrategyError, match="begin with different weights"):
+    with pytest.raises(unisono.errors.StrategyError, match="begin with different weights"):
         unisono.spawn(starts_apart, replicas=2)
 
 
@@ -208,25 +208,25 @@ def test_parts_of_losses_add_up(num_rows):
 
 
 def test_a_loss_without_rows():
-    with pytest.raises(unisono.StrategyError, match="reduction=None"):
+    with pytest.raises(unisono.errors.StrategyError, match="reduction=None"):
         unisono.compute_average_loss(1.0)
 
 
 @pytest.mark.parametrize("dataset", [[np.float32(1.0)], [(np.ones((4, 2)), np.ones(3))]])
 def test_data_without_a_batch(dataset):
     distributed = unisono.Strategy(replicas=1).distribute_dataset(dataset)
-    with pytest.raises(unisono.StrategyError, match="rows"):
+    with pytest.raises(unisono.errors.StrategyError, match="rows"):
         list(distributed)
 
 
 def test_what_is_no_data():
-    with pytest.raises(unisono.StrategyError, match="Asked to distribute a int"):
+    with pytest.raises(unisono.errors.StrategyError, match="Asked to distribute a int"):
         unisono.Strategy(replicas=1).distribute_dataset(3)
 
 
 @pytest.mark.parametrize("how", ["max", None, 3])
 def test_an_unknown_reduction(how):
-    with pytest.raises(unisono.StrategyError, match='"sum" or "mean"'):
+    with pytest.raises(unisono.errors.StrategyError, match='"sum" or "mean"'):
         unisono.Strategy(replicas=1).reduce(how, keras.ops.ones(2))
 
 
@@ -234,16 +234,16 @@ def test_an_unknown_reduction(how):
 @pytest.mark.parametrize("value", [1.0, "text", np.ones(3)])
 def test_a_value_that_no_replica_returned(value):
     strategy = unisono.Strategy(replicas=2)
-    with pytest.raises(unisono.StrategyError, match=r"Pass the result of strategy\.run"):
+    with pytest.raises(unisono.errors.StrategyError, match=r"Pass the result of strategy\.run"):
         strategy.reduce("sum", value)
-    with pytest.raises(unisono.StrategyError, match=r"Pass the result of strategy\.run"):
+    with pytest.raises(unisono.errors.StrategyError, match=r"Pass the result of strategy\.run"):
         strategy.gather(value)
 
 
 @only_tensorflow
 def test_a_run_inside_a_run():
     strategy = unisono.Strategy(replicas=2)
-    with pytest.raises(unisono.StrategyError, match="inside a step"):
+    with pytest.raises(unisono.errors.StrategyError, match="inside a step"):
         strategy.run(lambda: strategy.run(lambda: 1.0))
 
 
@@ -252,16 +252,18 @@ def test_an_iteration_inside_a_tf_function():
     import tensorflow as tf
 
     distributed = unisono.Strategy(replicas=2).distribute_dataset([np.ones(4)])
-    with pytest.raises(unisono.StrategyError, match=r"inside a tf\.function"):
+    with pytest.raises(unisono.errors.StrategyError, match=r"inside a tf\.function"):
         tf.function(lambda: next(iter(distributed)), autograph=False)()
 
 
 @only_torch
 def test_a_loop_in_a_plain_process_says_how_to_start_it():
     strategy = unisono.Strategy(replicas=2)
-    with pytest.raises(unisono.StrategyError, match=r"unisono\.spawn\(function, replicas=2\)"):
+    with pytest.raises(
+        unisono.errors.StrategyError, match=r"unisono\.spawn\(function, replicas=2\)"
+    ):
         list(strategy.distribute_dataset([np.ones(4)]))
-    with pytest.raises(unisono.StrategyError, match=r"unisono\.spawn"):
+    with pytest.raises(unisono.errors.StrategyError, match=r"unisono\.spawn"):
         strategy.run(lambda: 1.0)
 
 

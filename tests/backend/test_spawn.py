@@ -96,7 +96,7 @@ def leaves_early():
 
 
 def test_a_function_that_returns_while_another_waits():
-    with pytest.raises(unisono.DisagreementError, match="Rank 1 has ended its program"):
+    with pytest.raises(unisono.errors.DisagreementError, match="Rank 1 has ended its program"):
         unisono.spawn(leaves_early, replicas=2)
 
 
@@ -105,12 +105,12 @@ def spawns_again():
 
 
 def test_spawning_in_a_spawned_process():
-    with pytest.raises(unisono.StrategyError, match="from a program that runs alone"):
+    with pytest.raises(unisono.errors.StrategyError, match="from a program that runs alone"):
         unisono.spawn(spawns_again, replicas=2)
 
 
 def test_what_cannot_be_sent_to_another_process():
-    with pytest.raises(unisono.StrategyError, match="cannot be sent"):
+    with pytest.raises(unisono.errors.StrategyError, match="cannot be sent"):
         unisono.spawn(print, (threading.Lock(),), replicas=2)
 
 

@@ -124,10 +124,10 @@ def test_mirrored_strategy_takes_every_gpu(monkeypatch):
 )
 def test_devices_that_make_no_sense(devices, message, monkeypatch):
     monkeypatch.setenv("UNISONO_SIMULATED_GPUS", "2")
-    with pytest.raises(unisono.DeviceError, match=message):
+    with pytest.raises(unisono.errors.DeviceError, match=message):
         MirroredStrategy(devices)
 
 
 def test_replicas_that_make_no_sense():
-    with pytest.raises(unisono.DeviceError, match="replicas=0"):
+    with pytest.raises(unisono.errors.DeviceError, match="replicas=0"):
         unisono.Strategy(replicas=0)

@@ -48,7 +48,7 @@ def test_broadcast_from_any_rank(every):
 
 
 def test_a_process_alone_has_no_collectives():
-    with pytest.raises(unisono.StrategyError, match="unisono run"):
+    with pytest.raises(unisono.errors.StrategyError, match="unisono run"):
         torch_world.collectives()
 
 
@@ -107,7 +107,7 @@ def ends_in_a_collective(marker):
         os._exit(7)
     try:
         own.all_reduce([torch.ones(3)], "sum")
-    except unisono.PeerLostError as error:
+    except unisono.errors.PeerLostError as error:
         marker.write_text(str(error))
         raise
 

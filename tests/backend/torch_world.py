@@ -168,7 +168,7 @@ def unbuilt() -> dict[str, Any]:
     unisono.parallel(model)
     try:
         model.train_on_batch(x, y)
-    except unisono.StrategyError as found:
+    except unisono.errors.StrategyError as found:
         error = str(found)
     kernel = keras.ops.convert_to_numpy(model.out.kernel)
     return {"predicted": predicted, "error": error, "kernel": kernel}
