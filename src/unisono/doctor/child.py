@@ -52,7 +52,8 @@ class Answer:
     is_late: bool = False
     """Whether its time was over."""
     is_cut: bool = False
-    """Whether doctor had less time left than the program may take, and it did not end in that."""
+    """Whether its time was over and may have been too short: doctor had little left, or the machine
+    was busy with other programs."""
 
     def of(self, stage: str) -> list[Mapping[str, Any]]:
         return [record for record in self.records if record.get("stage") == stage]

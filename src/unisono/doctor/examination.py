@@ -117,7 +117,10 @@ class Examination:
             env=(FULL_PRECISION if is_exact else {}) | (env or {}),
             cores=cores,
         )
-        return dataclasses.replace(answer, is_cut=answer.is_late and granted_s < limit_s)
+        is_short = granted_s < limit_s
+        if answer.is_late and not is_short:
+            is_short = (machine.busy_fraction() or 0.0) > machine.MAX_BUSY
+        return dataclasses.replace(answer, is_cut=answer.is_late and is_short)
 
 
 Run = Callable[[Examination], Iterable[Result]]

@@ -49,5 +49,6 @@ def not_checked(name: str, sentence: str, advice: str = "", **data: Any) -> Resu
 def failed(name: str, answer: Answer, what: str, advice: str) -> Result:
     """A program that gave no answer: broken, unless it only had too little time."""
     if answer.is_cut:
-        return not_checked(name, f"no time was left: {what} {answer.problem}")
+        sentence = f"{what} {answer.problem}: too little time was left, or the machine is busy"
+        return not_checked(name, sentence, "Repeat it when nothing else runs.")
     return broken(name, f"{what} {answer.problem or 'gave no answer'}", advice)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 TOLERANCE = 1e-5
 """That of the exactness contract, for float32; see docs/exactness.md."""
 _GPU_MEGABYTES, _CPU_MEGABYTES = 128, 8
-_LINKS_S, _CONTRACT_S, _SPEED_S = 60.0, 60.0, 45.0
+_LINKS_S, _CONTRACT_S, _SPEED_S = 60.0, 60.0, 60.0
 _MEASURE_S = 2.0
 _MIN_GPU_LINK, _MIN_CPU_LINK = 2.0, 0.05
 """In GB/s. PCIe 3.0 gives 6 and more between two GPUs; a shared host path less than 2."""

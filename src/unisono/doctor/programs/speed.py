@@ -16,7 +16,7 @@ from unisono.backends import load_backend
 from unisono.doctor.programs.records import record
 
 _CPU_BATCH, _GPU_BATCH = 32, 256
-_STEPS = 16
+_STEPS = 8
 
 
 def main() -> None:
