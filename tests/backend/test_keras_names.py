@@ -133,6 +133,8 @@ tensorflow.python.framework.op_callbacks:remove_op_callback(op_callback)  placem
 tensorflow:distribute.MirroredStrategy._collective_key_base  collectives of two strategies
 tensorflow:Variable._restore_from_tensors(restored_tensors)  restored checkpoints
 keras.src.backend.common:global_state             threads of replicas
+keras.src.backend.common.global_state:GLOBAL_STATE_TRACKER      threads of replicas
+?keras.src.backend.common.global_state:GLOBAL_SETTINGS_TRACKER  until 3.15
 keras.src.utils.tracking:TrackedDict(values)      attributes of replicas
 keras.src.utils.tracking:TrackedList(values)      attributes of replicas
 keras.src.utils.tracking:TrackedSet(values)       attributes of replicas

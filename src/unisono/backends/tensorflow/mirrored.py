@@ -51,6 +51,9 @@ from unisono.replication.introspection import (
 
 _strategies: dict[Placement, tf.distribute.Strategy] = {}
 
+_KERAS_STATES = ("GLOBAL_STATE_TRACKER", "GLOBAL_SETTINGS_TRACKER")
+"""What Keras keeps by thread; the second until 3.15."""
+
 _BASES: dict[type, type] = {
     list: list,
     TrackedList: list,
@@ -304,8 +307,8 @@ class ReplicaThreads:
         self._seeds = StepSeeds(strategy)
         self._before = _Attributes(self._objects)
         self._after_first: _Attributes | None = None
-        trackers = (global_state.GLOBAL_STATE_TRACKER, global_state.GLOBAL_SETTINGS_TRACKER)
-        self._keras_state = [(tracker, dict(vars(tracker))) for tracker in trackers]
+        found = (getattr(global_state, name, None) for name in _KERAS_STATES)
+        self._keras_state = [(state, dict(vars(state))) for state in found if state is not None]
 
     @contextmanager
     def replica(self) -> Iterator[None]:
