@@ -158,6 +158,26 @@ def values_stay_local() -> list[bool]:
     return [all(value.is_fully_addressable for value in values)]
 
 
+def replicas_agree() -> list[Any]:
+    """After steps on a batch that each process computes, with other digits in each."""
+    import keras
+    from drifting import Drifting
+
+    keras.utils.set_random_seed(1)
+    layers = [keras.Input((4,)), keras.layers.Dense(3), Drifting(SIZE), keras.layers.Dense(1)]
+    model = unisono.parallel(keras.Sequential(layers))
+    model.compile("adam", "mse")
+    x = np.random.default_rng(0).normal(size=(7, 4)).astype("float32")
+    history = model.fit(x, x[:, :1], batch_size=7, epochs=2, verbose=0).history
+    # Not after `fit`, at whose end all take over the chief's values.
+    checksums = []
+    agree = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda *_: checksums.append(unisono.check_replicas(model))
+    )
+    model.fit(x, x[:, :1], batch_size=7, epochs=2, verbose=0, callbacks=[agree])
+    return [history["loss"], checksums]
+
+
 def all_collectives() -> dict[str, Any]:
     """What needs no model, in one run; the chief ends before the others have."""
     checks = [some_ranks, all_types, bits, errors]
@@ -172,7 +192,7 @@ def all_training() -> dict[str, Any]:
 
     # Something that outlives the program's own end, as a traceback or a cache may.
     sys.held = distributed.global_state.client  # type: ignore[attr-defined]
-    return {check.__name__: check() for check in [training, values_stay_local]}
+    return {check.__name__: check() for check in [training, values_stay_local, replicas_agree]}
 
 
 def is_lost() -> list[Any]:

@@ -136,6 +136,12 @@ def test_values_between_steps_are_those_of_one_process(training):
     assert [found["values_stay_local"] for found in training[0]] == [[True]] * 2
 
 
+def test_processes_agree_on_a_batch_that_each_computes(training):
+    first, second = [found["replicas_agree"] for found in training[0]]
+    assert first == second
+    assert len(first[1]) == 2
+
+
 def test_nothing_of_joining_or_leaving_is_printed(training):
     assert "Gloo" not in training[1].output()
     assert "coordination" not in training[1].output()

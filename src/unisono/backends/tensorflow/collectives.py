@@ -16,6 +16,9 @@ import tensorflow as tf
 from unisono.errors import PeerLostError, StrategyError
 
 _PACK_BYTES = 32 * 2**20
+# On GPUs a pack is reduced while the gradients of the next are computed, so there are several.
+_NUM_GPU_PACKS = 24
+_SMALLEST_GPU_PACK_BYTES = 2**20
 _NARROW = (tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16)
 _SHORT_BYTES = 64 * 2**10
 _SUMMED_BY_ALL = (tf.float32, tf.float64, tf.int32, tf.int64)
@@ -121,7 +124,7 @@ class Group:
         tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
         wired = [tf.cast(t, tf.int32) if t.dtype in _NARROW else t for t in tensors]
         results: list[Any] = [None] * len(wired)
-        for pack in _packs(wired, _PACK_BYTES if is_traced_alike else None):
+        for pack in _packs(wired, self._pack_bytes(wired) if is_traced_alike else None):
             flat = tf.concat([tf.reshape(wired[i], [-1]) for i in pack], 0)
             if op == "Add" and self._is_faster_gathered(flat, is_traced_alike):
                 reduced = tf.reduce_sum(self.all_gather(flat), 0)
@@ -194,6 +197,13 @@ class Group:
             )
         received = tf.reshape(received[:, :length], tf.shape(wired))
         return _from_gather(received, chunks.dtype)
+
+    def _pack_bytes(self, tensors: Sequence[Any]) -> int:
+        """How much is sent at once."""
+        if self._kind != "gpu":
+            return _PACK_BYTES
+        total = sum((t.shape.num_elements() or 0) * t.dtype.size for t in tensors)
+        return min(max(total // _NUM_GPU_PACKS, _SMALLEST_GPU_PACK_BYTES), _PACK_BYTES)
 
     def _is_faster_gathered(self, flat: Any, is_traced_alike: bool) -> bool:
         """Whether to all-gather and sum locally, which takes half of a ring's round trips.
