@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 _current = 0
@@ -36,6 +36,7 @@ def fake_gpus(num_gpus: int = 4) -> Iterator[None]:
     torch.Tensor.pin_memory = lambda tensor, *device: tensor
     torch.Tensor.record_stream = lambda tensor, stream: None
     dist.ProcessGroupNCCL = StubNCCL
+    FakeTensor.__reduce_ex__ = _reduce
     torch.Tensor.backward = _backward
     torch.Tensor.register_post_accumulate_grad_hook = _register_hook
     modes = (torch.no_grad(), _WithoutDriver(allow_non_fake_inputs=True), _CurrentDevice())
@@ -98,6 +99,8 @@ class _CurrentDevice(TorchFunctionMode):
             return torch.ops.aten.copy_.default(*args, **kwargs)
         if func is torch.Tensor.__getitem__ and args[0].device.type == "cuda":
             return _part_of(*args)
+        if func == torch.Tensor.data.__set__ and args[0].device != args[1].device:
+            args[0].fake_device = args[1].device  # It would keep its own.
         if func is torch.device and len(args) > 1:
             return func(*args)
         return func(*map(_numbered, args), **kwargs)
@@ -148,6 +151,15 @@ class _Values(torch.utils._python_dispatch.TorchDispatchMode):
         if func._schema.name == "aten::equal":
             return True
         return func(*args, **(kwargs or {}))
+
+
+def _reduce(tensor: Any, protocol: int) -> Any:
+    return _restored, (tuple(tensor.shape), tensor.dtype, tensor.device.type)
+
+
+def _restored(shape: Any, dtype: Any, device: str) -> Any:
+    assert device == "cpu", "a process that sees another GPU cannot load this tensor"
+    return torch.empty(shape, dtype=dtype)
 
 
 class _Generator(torch.Generator):

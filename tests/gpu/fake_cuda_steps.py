@@ -1,6 +1,6 @@
 """Steps on GPUs that are not there, in a process of its own; prints what it finds as JSON.
 
-python tests/gpu/fake_cuda_steps.py steps|moved|failure|pickled|joined
+python tests/gpu/fake_cuda_steps.py [part ...]
 """
 
 import json
@@ -15,12 +15,20 @@ from fake_cuda import StandInWorkers, fake_gpus
 NUM_ROWS = 8
 
 
-def main(part: str) -> None:
+def main(*names: str) -> None:
+    parts = (steps, moved, failure, pickled, joined, steps_with_a_blocking_copy)
+    found = {}
     with fake_gpus(4):
+        import torch
+
         from unisono.backends.torch import worker_pool
 
         worker_pool.Workers = StandInWorkers
-        print(json.dumps(globals()[part]()))
+        for part in parts:
+            if not names or part.__name__ in names:
+                torch.cuda.set_device(0)
+                found[part.__name__] = part()
+    print(json.dumps(found))
 
 
 def steps() -> dict[str, Any]:
@@ -28,8 +36,6 @@ def steps() -> dict[str, Any]:
 
     import unisono
 
-    if os.environ.get("FAKE_CUDA_BLOCKING_COPY"):
-        _put_a_blocking_copy_on_the_path()
     found = {}
     for is_parallel in (False, True):
         model, x, y = _net()
@@ -47,7 +53,8 @@ def steps() -> dict[str, Any]:
     return {"plain": found[False], "parallel": found[True]}
 
 
-def _put_a_blocking_copy_on_the_path() -> None:
+def steps_with_a_blocking_copy() -> dict[str, Any]:
+    """What a careless change would do: a tensor of the host on the step's path."""
     import torch
 
     from unisono.backends.torch.replica import TorchReplica
@@ -59,6 +66,10 @@ def _put_a_blocking_copy_on_the_path() -> None:
         return mean * torch.ones(()).to(x.device), variance
 
     TorchReplica.moments = moments
+    try:
+        return steps()
+    finally:
+        TorchReplica.moments = plain
 
 
 def moved() -> dict[str, Any]:
@@ -156,4 +167,4 @@ def _net() -> Any:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -14,8 +14,6 @@ from typing import Any
 
 os.environ.setdefault("KERAS_BACKEND", "torch")
 
-NUM_REPLICAS = 2
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -38,11 +36,9 @@ def main() -> None:
 
 def measured() -> list[tuple[str, str, Any]]:
     from nets import NETS
-    from torch_steps import record_nets
+    from torch_steps import run_nets
 
-    import unisono
-
-    steps = unisono.spawn(record_nets, (NETS,), replicas=NUM_REPLICAS)[0]
+    steps = run_nets(*NETS)[0]
     return [(net, *row) for net, found in steps.items() for row in rows_of(found)]
 
 

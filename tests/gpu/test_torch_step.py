@@ -13,8 +13,6 @@ from pathlib import Path
 import keras
 import pytest
 
-import unisono
-
 if keras.backend.backend() != "torch":
     pytest.skip("torch's part of the rehearsal", allow_module_level=True)
 
@@ -23,14 +21,13 @@ import torch_steps
 
 from unisono.backends.torch.replica import TorchReplica
 
-NUM_REPLICAS = 2
 FOLDER = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
 def steps():
     """One step of a net with batch norms, on each replica and on plain Keras."""
-    return unisono.spawn(torch_steps.record_nets, (("MiniGoogLeNet",),), replicas=NUM_REPLICAS)
+    return torch_steps.run_nets("MiniGoogLeNet")
 
 
 def check_waits(steps):
@@ -64,7 +61,7 @@ def test_collectives_and_their_times(steps):
 
 @pytest.mark.slow
 def test_resnet50():
-    for each in unisono.spawn(torch_steps.record_nets, (("ResNet50",),), replicas=NUM_REPLICAS):
+    for each in torch_steps.run_nets("ResNet50"):
         found = each["ResNet50"]
         check_waits(found)
         check_collectives(found)
@@ -85,7 +82,7 @@ def with_a_blocking_copy():
 
 
 def test_a_blocking_copy_on_the_path_is_caught():
-    found = unisono.spawn(with_a_blocking_copy, replicas=NUM_REPLICAS)[0]["MiniGoogLeNet"]
+    found = torch_steps.run(with_a_blocking_copy)[0]["MiniGoogLeNet"]
     with pytest.raises(AssertionError, match=r"sends a value at .*test_torch_step\.py"):
         check_waits(found)
 
@@ -93,11 +90,13 @@ def test_a_blocking_copy_on_the_path_is_caught():
 # -- fake GPUs ------------------------------------------------------------------------------------
 
 
-def on_fake_gpus(part, **env):
+@pytest.fixture(scope="module")
+def on_gpus():
+    """What fake_cuda_steps finds, in one process, which takes long to start."""
     path = os.pathsep.join([str(FOLDER), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, str(FOLDER / "fake_cuda_steps.py"), part],
-        env=os.environ | {"PYTHONPATH": path} | env,
+        [sys.executable, str(FOLDER / "fake_cuda_steps.py")],
+        env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
         timeout=240,
@@ -111,24 +110,24 @@ def beyond_plain_keras(found):
     return {line: n for line, n in found["parallel"].items() if n > found["plain"].get(line, 0)}
 
 
-def test_no_copy_waits_on_gpus():
-    found = on_fake_gpus("steps")
+def test_no_copy_waits_on_gpus(on_gpus):
+    found = on_gpus["steps"]
     assert sum(found["plain"].values()) > 0  # Keras' own, for the step count and the like.
     assert not beyond_plain_keras(found)
 
 
-def test_a_blocking_copy_to_a_gpu_is_caught():
-    found = beyond_plain_keras(on_fake_gpus("steps", FAKE_CUDA_BLOCKING_COPY="1"))
-    assert list(found) == [line for line in found if "copies cpu to cuda at gpu/fake_cuda" in line]
-    assert sum(found.values()) == 2  # Of two steps more.
+def test_a_blocking_copy_to_a_gpu_is_caught(on_gpus):
+    ((line, count),) = beyond_plain_keras(on_gpus["steps_with_a_blocking_copy"]).items()
+    assert line.startswith("copies cpu to cuda at gpu/fake_cuda_steps.py")
+    assert count == 2  # In two steps.
 
 
-def test_a_compiled_model_moves_to_other_gpus():
-    assert on_fake_gpus("moved") == {"devices": ["cuda:2"]}
+def test_a_compiled_model_moves_to_other_gpus(on_gpus):
+    assert on_gpus["moved"] == {"devices": ["cuda:2"]}
 
 
-def test_a_failed_worker_is_reported_and_the_communicators_aborted():
-    assert on_fake_gpus("failure") == {
+def test_a_failed_worker_is_reported_and_the_communicators_aborted(on_gpus):
+    assert on_gpus["failure"] == {
         "error": "'in a worker'",
         "are aborted": [True, True],
         "is restarted": True,
@@ -136,9 +135,9 @@ def test_a_failed_worker_is_reported_and_the_communicators_aborted():
     }
 
 
-def test_tensors_beside_variables_go_through_the_cpu():
-    assert on_fake_gpus("pickled") == {"sent": "cuda:2", "device": "cuda:0"}
+def test_tensors_beside_variables_go_through_the_cpu(on_gpus):
+    assert on_gpus["pickled"] == {"sent": "cuda:2", "device": "cuda:0"}
 
 
-def test_a_process_that_sees_all_gpus_uses_its_own():
-    assert on_fake_gpus("joined") == {"device": "cuda:3"}
+def test_a_process_that_sees_all_gpus_uses_its_own(on_gpus):
+    assert on_gpus["joined"] == {"device": "cuda:3"}

@@ -1,5 +1,7 @@
 """Steps of torch replicas in a real run over gloo, and of plain Keras beside them, recorded."""
 
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,9 +11,11 @@ from recorder import Record, recording
 
 import unisono
 
+NUM_REPLICAS = 2
 NUM_ROWS = 4
 """Of a replica."""
 NUM_WARM_UP = 2
+CPU_LAYERS = "UNISONO_CPU_LAYERS"
 
 
 @dataclass(frozen=True)
@@ -24,8 +28,23 @@ class Steps:
     num_batch_norms: int
 
 
-def record_nets(names: tuple[str, ...]) -> dict[str, Steps]:
-    """In each process of a run."""
+def run_nets(*names: str) -> list[dict[str, Steps]]:
+    """Record nets in each process of a run."""
+    return run(record_nets, names)
+
+
+def run(function: Callable[..., Any], *args: Any) -> list[Any]:
+    """What a function returns in each of two processes, with the layers that GPUs have."""
+    before = os.environ.get(CPU_LAYERS)
+    os.environ[CPU_LAYERS] = "0"
+    try:
+        return unisono.spawn(function, args, replicas=NUM_REPLICAS)
+    finally:
+        os.environ.pop(CPU_LAYERS)
+        os.environ.update({} if before is None else {CPU_LAYERS: before})
+
+
+def record_nets(names: Sequence[str]) -> dict[str, Steps]:
     return {name: record_net(name) for name in names}
 
 
