@@ -1,6 +1,6 @@
 """Steps on GPUs that are not there, in a process of its own; prints what it finds as JSON.
 
-python tests/gpu/fake_cuda_steps.py [part ...]
+python -m gpu.fake_cuda_steps [part ...]
 """
 
 import json
@@ -10,7 +10,7 @@ from typing import Any
 
 os.environ.setdefault("KERAS_BACKEND", "torch")
 
-from fake_cuda import StandInWorkers, fake_gpus
+from gpu.fake_cuda import StandInWorkers, fake_gpus
 
 NUM_ROWS = 8
 
@@ -32,9 +32,8 @@ def main(*names: str) -> None:
 
 
 def steps() -> dict[str, Any]:
-    from recorder import recording
-
     import unisono
+    from gpu.recorder import recording
 
     found = {}
     for is_parallel in (False, True):

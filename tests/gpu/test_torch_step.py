@@ -17,8 +17,8 @@ if keras.backend.backend() != "torch":
     pytest.skip("torch's part of the rehearsal", allow_module_level=True)
 
 import torch
-import torch_steps
 
+from gpu import torch_steps
 from unisono.backends.torch.replica import TorchReplica
 
 FOLDER = Path(__file__).parent
@@ -93,9 +93,9 @@ def test_a_blocking_copy_on_the_path_is_caught():
 @pytest.fixture(scope="module")
 def on_gpus():
     """What fake_cuda_steps finds, in one process, which takes long to start."""
-    path = os.pathsep.join([str(FOLDER), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(FOLDER.parent), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, str(FOLDER / "fake_cuda_steps.py")],
+        [sys.executable, "-m", "gpu.fake_cuda_steps"],
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
         text=True,

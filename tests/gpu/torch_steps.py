@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import keras
-from nets import batch, make
-from recorder import Record, recording
 
 import unisono
+from gpu.recorder import Record, recording
+from gpu.torch_nets import batch, make
 
 NUM_REPLICAS = 2
 NUM_ROWS = 4
