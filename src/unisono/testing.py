@@ -74,6 +74,7 @@ class _Training:
         self._arguments = arguments
         self._steps = steps
         self._seed = seed
+        self._first: Record | None = None
 
     def run(self, variant: "Variant") -> "Run":
         from unisono.verify.records import EXACT
@@ -83,7 +84,15 @@ class _Training:
         env |= {FORCED_SYNC: "1"} if variant.forces_sync else {}
         env |= {EXACT: "1"} if variant.is_exact else {}
         with _environment(env):
-            return Run(variant, records=[self._recorded(variant)])
+            record = self._recorded(variant)
+        self._first = self._first or record
+        for model, first in zip(record.models, self._first.models, strict=False):
+            # Keras numbers names as models are built: dense, dense_1 in the next model.
+            if len(model.variables) == len(first.variables):
+                model.variables = first.variables
+            if len(model.optimizer_variables) == len(first.optimizer_variables):
+                model.optimizer_variables = first.optimizer_variables
+        return Run(variant, records=[record])
 
     def _recorded(self, variant: "Variant") -> "Record":
         from unisono import fit
