@@ -19,7 +19,7 @@ from unisono.backends.tensorflow.change_tracker import ChangeTracker
 from unisono.backends.tensorflow.collectives import Group
 from unisono.backends.tensorflow.distributed import group_of
 from unisono.backends.tensorflow.internals import get_read_write_resource_inputs
-from unisono.backends.tensorflow.mirrored import ReplicaThreads, strategy_of
+from unisono.backends.tensorflow.mirrored import strategy_of
 from unisono.backends.tensorflow.replica import (
     LinksAcrossProcesses,
     LinksInProcess,
@@ -27,6 +27,7 @@ from unisono.backends.tensorflow.replica import (
     current_replica,
     running,
 )
+from unisono.backends.tensorflow.replica_threads import ReplicaThreads
 from unisono.backends.tensorflow.variables import (
     StepSeeds,
     mirrored,
