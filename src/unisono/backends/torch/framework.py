@@ -21,7 +21,7 @@ _OLD_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 _EXPANDABLE = "expandable_segments:True"
 _DRAWS = (
     *("normal", "randint", "randn", "randn_like", "rand", "rand_like", "bernoulli"),
-    *("binomial", "multinomial"),
+    *("binomial", "multinomial", "randperm"),
 )
 
 
