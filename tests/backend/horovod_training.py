@@ -219,14 +219,21 @@ def functions_of_tensorflow(given):
     def mismatched():
         return hvd.allreduce(tf.zeros([2 + rank]))
 
-    try:
-        mismatched()
-        refused = "nothing"
-    except tf.errors.OpError as error:
-        refused = str(error)
+    @tf.function
+    def from_nobody():
+        return hvd.broadcast(tf.zeros([2]), 7)
+
+    refused = []
+    for call in (mismatched, from_nobody):
+        try:
+            call()
+            refused.append("nothing")
+        except tf.errors.OpError as error:
+            refused.append(f"{type(error).__name__}: {error}")
     return {
         "results": [np.asarray(each).tolist() for each in results],
-        "refused": refused,
+        "refused": refused[0],
+        "bad_argument": refused[1],
         "joined": join_in_graph(tf),
         "session": in_session(tf),
     }

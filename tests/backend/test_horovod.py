@@ -198,6 +198,8 @@ def test_join(told):
             "hvd.allgather() is not possible once a process has called hvd.join()"
             in (found["refused"])
         )
+        assert found["bad_argument"].startswith("InvalidArgumentError: ")
+        assert "root_rank 7 is not among the ranks [0, 1]" in found["bad_argument"]
 
 
 def test_timeline(told):
@@ -399,6 +401,8 @@ def test_in_functions(told):
             "Mismatched shapes in hvd.allreduce(): rank 0 gave [2], rank 1 [3]"
             in (found["refused"])
         )
+        assert found["bad_argument"].startswith("InvalidArgumentError: ")
+        assert "root_rank 7 is not among the ranks [0, 1]" in found["bad_argument"]
         assert found["session"] == [[2.0 * place + 1] * 2 for place in range(5)]
         # Rank 1 gave 1 in one step of three: 1 + 1/2 + 1/2.
         assert found["joined"][0] == 0

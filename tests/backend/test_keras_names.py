@@ -162,6 +162,10 @@ torch:Tensor._version                             writes between two steps
 torch.distributed:ProcessGroupGloo._Options._devices  sockets on this machine
 torch.distributed:ProcessGroupGloo._Options._timeout  sockets on this machine
 torch.distributed:Store                           process groups by the rendezvous server
+torch.distributed:ProcessGroupGloo._allgather_base  collectives
+torch:_foreach_copy_                              gradients in buckets
+torch:_foreach_mul                                gradients by the replica's share of the rows
+torch:_foreach_zero_                              gradients in buckets
 keras.src.backend.torch.core:get_device() | keras.src.backend.torch.ops.core:get_device()  device
 keras.src.models.model:inject_functional_model_class(cls)  models in workers
 keras.src.models.functional:Functional            models in workers

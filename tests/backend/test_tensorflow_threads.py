@@ -56,6 +56,54 @@ def test_attributes_are_those_of_one_device():
     assert max(np.abs(a - b).max() for a, b in zip(*found, strict=True)) <= 1e-5
 
 
+class Helper:
+    """Of the program itself, and unknown to Keras."""
+
+    hidden = None
+
+
+class Deep(keras.Model):
+    """Keeps tensors across batch norm where only it knows of them, and counts in a tf.Variable."""
+
+    def __init__(self):
+        super().__init__()
+        self.below, self.norm, self.top = (
+            layers.Dense(3),
+            layers.BatchNormalization(),
+            layers.Dense(1),
+        )
+        self.helper, self.nested, self.by_name = Helper(), [[None]], {"hidden": {"last": []}}
+        self.num_steps = tf.Variable(0.0, trainable=False)
+
+    def call(self, inputs, training=False):
+        hidden = self.below(inputs)
+        self.helper.hidden, self.nested[0][0] = hidden, hidden
+        self.by_name["hidden"]["last"].append(hidden)
+        if training:
+            self.num_steps.assign_add(1.0)
+        outputs = self.norm(hidden, training=training)
+        kept = self.helper.hidden + self.nested[0][0] + self.by_name["hidden"]["last"].pop()
+        return self.top(outputs + 0.1 * kept) * (1.0 + 0.1 * self.num_steps)
+
+
+@pytest.mark.parametrize("is_eager", [False, True])
+def test_deeper_state_and_variables_of_tensorflow_are_those_of_one_device(is_eager):
+    found = []
+    for replicas in (1, 3):
+        keras.utils.set_random_seed(1)
+        model = Deep()
+        model(X)
+        model = unisono.parallel(model, replicas=replicas)
+        model.compile(keras.optimizers.SGD(0.02), "mse", run_eagerly=is_eager)
+        losses = model.fit(X, Y, batch_size=4, epochs=2, shuffle=False, verbose=0).history["loss"]
+        assert float(model.num_steps) == 4.0
+        model.num_steps.assign(0.0)
+        losses += model.fit(X, Y, batch_size=4, epochs=1, shuffle=False, verbose=0).history["loss"]
+        assert float(model.num_steps) == 2.0
+        found.append([np.asarray(losses), *model.get_weights()])
+    assert max(np.abs(a - b).max() for a, b in zip(*found, strict=True)) <= 1e-5
+
+
 def test_replicas_have_the_callers_settings_of_keras():
     policies = []
 

@@ -144,6 +144,13 @@ def guarded() -> Any:
     return layers.Lambda(double)
 
 
+def with_default() -> Any:
+    def same(x: Any, *, draws: Any = (number for number in range(3))) -> Any:
+        return x
+
+    return layers.Lambda(same)
+
+
 class Logged(keras.losses.Loss):
     def __init__(self) -> None:
         super().__init__()
@@ -158,6 +165,7 @@ class Logged(keras.losses.Loss):
     [
         (Augment, "mse", r"model\.layers\[1\]\.augmenter\['first'\]\._draws is a generator"),
         (guarded, "mse", r"model\.layers\[1\]\.function \(its variable 'guard'\) is a lock"),
+        (with_default, "mse", r"layers\[1\]\.function \(its parameter 'draws'\) is a generator"),
         (layers.ReLU, Logged, r"model\.\S*loss\S*\.file is a TextIOWrapper"),
     ],
 )

@@ -81,6 +81,12 @@ def run_case(case: Case, adopt: Adopt) -> Results:
         gc.collect()  # parallel models hold processes and devices until they are collected
 
 
+def replicas_of(adopt: Adopt) -> int | None:
+    """The number of replicas that `adopt` uses; None on plain Keras."""
+    replicas: int | None = getattr(adopt, "keywords", {}).get("replicas")
+    return replicas
+
+
 def state_of(model: Any) -> Results:
     """Every weight and optimizer variable of the model, by position."""
     return {

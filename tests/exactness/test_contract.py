@@ -47,6 +47,7 @@ HARDEST = {
     "own_train_step",
     "two_optimizers",
     "losses_of_examples",
+    "loop_built_in_scope",
     "rows_47_batch_24",
     "rows_9_batch_2",
     "rows_1_batch_4",

@@ -2,37 +2,21 @@
 
 A step is tried on a few rows of the first batch, by a replica that has a twin with the same rows,
 and on these rows twice, by a replica that is alone. Both must come to the same gradients and
-reports. If those of the rows twice are twice as large, what the step minimizes is a sum.
-
-A trial leaves no trace: weights are not updated, all state is restored, and both trials draw the
-same random numbers for a row, whichever function draws them. While a step is tried, in its thread
-only, the functions that draw are replaced and dropout is off.
+reports. If those of the rows twice are twice as large, what the step minimizes is a sum. Then it is
+tried on different rows, by each of two replicas and by one: a mean over unmasked entries does not
+change when rows are doubled, but it is not the mean of the replicas' means.
 """
 
-import functools
-import random
-import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import keras
 import numpy as np
-from keras import ops
 
-from unisono.hooks import Patch
-from unisono.keras_internals import (
-    ADDED_LOSSES,
-    global_seed_state,
-    layers_of,
-    random_module,
-    value_of,
-)
 from unisono.launch.client import current_world
-from unisono.replication.framework import framework
-from unisono.replication.introspection import leaf_metrics, optimizers_of, with_inner
 from unisono.replication.loss_kinds import (
     MEAN,
     NEITHER,
@@ -43,33 +27,35 @@ from unisono.replication.loss_kinds import (
     all_optimizers_of,
     targets_of,
 )
+from unisono.replication.loss_trials import (
+    BOTH,
+    FIRST,
+    SECOND,
+    TWICE,
+    TWIN,
+    Draws,
+    Gathers,
+    TrialRows,
+    restored,
+    with_moving_statistics,
+)
 from unisono.replication.step import StepState, Trial
 
-MOST_ROWS = 8
+_MOST_ROWS = 8
 # Far from both: what is neither by less than this is rounding.
 _TOLERANCE, _TOLERANCE_HALF = 2e-3, 5e-2
 
-# Those of keras.random.
-_DRAWS = (
-    *("normal", "uniform", "truncated_normal", "randint", "categorical", "shuffle", "gamma"),
-    *("binomial", "beta"),
-)
-_thread = threading.local()
-
-TryStep = Callable[[bool, StepState], None]
-"""Runs a step on a few rows by a replica with a twin, or, if not, on these rows twice by one that
-is alone; with this state."""
+TryStep = Callable[[TrialRows, Gathers, StepState], None]
+"""Runs a step on some rows by one replica, which gathers by `Gathers`; with this state."""
 
 
-def num_rows_tried(num_rows: int) -> int:
-    """How many rows of a batch are tried: twice as many fit wherever the batch does."""
-    return max(1, min(MOST_ROWS, num_rows // 2))
+def find_kinds(model: keras.Model, name: str, num_rows: int, try_step: TryStep) -> LossKinds:
+    """What the losses of a model's `train_step` or `test_step` are; warns of what is neither.
 
-
-def find_kinds(model: keras.Model, name: str, try_step: TryStep) -> LossKinds:
-    """What the losses of a model's `train_step` or `test_step` are; warns of what is neither."""
+    `num_rows`: of the batch whose first rows are tried.
+    """
     try:
-        return _find_kinds(model, name, try_step)
+        return _find_kinds(model, name, num_rows, try_step)
     except Exception as error:  # Whatever a user's step does: if it fails there, it says so itself.
         _warn(
             model,
@@ -79,17 +65,19 @@ def find_kinds(model: keras.Model, name: str, try_step: TryStep) -> LossKinds:
         return LossKinds()
 
 
-def _find_kinds(model: keras.Model, name: str, try_step: TryStep) -> LossKinds:
-    draws = Draws()
+def _find_kinds(model: keras.Model, name: str, num_rows: int, try_step: TryStep) -> LossKinds:
+    # Twice as many fit into memory wherever the batch does.
+    draws, gathers = Draws(), Gathers(max(1, min(_MOST_ROWS, num_rows // 2)))
 
-    def tried(has_twin: bool, kinds: LossKinds) -> Trial:
+    def tried(rows: TrialRows, kinds: LossKinds) -> Trial:
         state = StepState(kinds=KnownKinds(model, kinds), trial=Trial())
-        with restored(model), draws.repeated():
-            try_step(has_twin, state)
+        statistics = with_moving_statistics(model) if rows.is_split else nullcontext()
+        with restored(model), draws.repeated(), gathers.of(rows), statistics:
+            try_step(rows, gathers, state)
         assert state.trial is not None
         return state.trial
 
-    part, whole = tried(True, LossKinds()), tried(False, LossKinds())
+    part, whole = tried(TWIN, LossKinds()), tried(TWICE, LossKinds())
     judge = _Judge(model, whole)
     first = judge.kinds(part, MEAN)
     added = {id(layer) for layer in adding_layers(model)}
@@ -101,7 +89,7 @@ def _find_kinds(model: keras.Model, name: str, try_step: TryStep) -> LossKinds:
             for target, kinds in zip(targets_of(model), first.targets, strict=True)
         ]
         is_tried = base == MEAN and not any(SUM in kinds for kinds in terms)
-        trial = part if is_tried else tried(True, LossKinds(base, terms))
+        trial = part if is_tried else tried(TWIN, LossKinds(base, terms))
         candidate = judge.kinds(trial, base)
         candidate = replace(
             candidate,
@@ -109,9 +97,12 @@ def _find_kinds(model: keras.Model, name: str, try_step: TryStep) -> LossKinds:
         )
         if base == MEAN or not judge.unclear(candidate):
             found = candidate
-        if not judge.unclear(candidate):
+        # Sums with a mean that is too small to be noticed: the base decides how often it counts.
+        if not judge.unclear(candidate) and not judge.are_sums(candidate):
             break
     unclear = judge.unclear(found)
+    if num_rows > 1 and not unclear:
+        unclear = judge.not_added_up(found, *(tried(rows, found) for rows in (BOTH, FIRST, SECOND)))
     if unclear:
         _warn(
             model,
@@ -147,6 +138,33 @@ class _Judge:
         keys = part.logs.keys() & whole.logs.keys()
         logs = {key: self._kind(part.logs[key], whole.logs[key]) for key in sorted(keys)}
         return LossKinds(base, targets, logs)
+
+    def are_sums(self, kinds: LossKinds) -> bool:
+        """Whether all that a step minimizes, or reports as its loss, are sums."""
+        named = list(zip(targets_of(self._model), kinds.targets, strict=True))
+        found = [k for t, known in named if id(t) in self._whole.gradients for k in known]
+        if not self._whole.gradients:
+            found = [k for t, known in named if getattr(t, "name", "") == "loss" for k in known[:1]]
+        return bool(found) and all(kind == SUM for kind in found)
+
+    def not_added_up(self, kinds: LossKinds, both: Trial, *parts: Trial) -> list[str]:
+        """Whom two replicas with different rows give another loss than one with all rows."""
+        targets = []
+        for target, known in zip(targets_of(self._model), kinds.targets, strict=True):
+            if id(target) in both.gradients:
+                sums = _added([part.gradients.get(id(target), []) for part in parts])
+                wholes = [0.0 if one is None else one for one in both.gradients[id(target)]]
+                found = [self._kind(sums, wholes)]
+            else:
+                values = zip(
+                    *(trial.values.get(id(target), []) for trial in (both, *parts)), strict=False
+                )
+                found = [
+                    self._kind([sum(own) / (1 if kind == SUM else 2)], [all_])
+                    for kind, (all_, *own) in zip(known, values, strict=False)
+                ]
+            targets.append([MEAN if kind == MEAN else NEITHER for kind in found])
+        return self.unclear(replace(kinds, targets=targets))
 
     def unclear(self, kinds: LossKinds) -> list[str]:
         """Whom a step gives a loss that is neither a mean nor a sum, in words."""
@@ -187,6 +205,14 @@ class _Judge:
         return NEITHER
 
 
+def _added(parts: Sequence[Sequence[Any]]) -> list[Any]:
+    """Gradients of replicas, which already have their weights; one may have None."""
+    return [
+        sum((0.0 if one is None else one) for one in gradients)
+        for gradients in zip(*parts, strict=True)
+    ]
+
+
 def _largest(*arrays: Any) -> float:
     return float(np.max([np.max(np.abs(array), initial=0.0) for array in arrays]))
 
@@ -196,135 +222,10 @@ def _warn(model: keras.Model, found: str) -> None:
     if world is not None and not world.is_chief:
         return
     warnings.warn(
-        f"{type(model).__name__} {model.name!r}: {found}. It counts as a mean over each replica's "
-        "rows, so that training may differ from training on one device. Make it a mean or a sum "
-        "over the rows of the batch, give `compile` a loss that needs the whole batch at once, or "
-        "use Keras' JAX backend, where every loss is exact.",
+        f"{type(model).__name__} {model.name!r}: {found}. Each replica computes it on its own "
+        "rows, so that training may differ from training on one device; a mean over the unmasked "
+        "entries of a batch is such a loss too. Make it a mean or a sum over the rows, give "
+        "`compile` a loss that needs the whole batch at once, or use Keras' JAX backend, where "
+        "every loss is exact.",
         stacklevel=2,
     )
-
-
-# -- trials that leave no trace ------------------------------------------------------------------
-
-
-class Draws:
-    """The random numbers of a step: kept at its first run, and given again at later ones."""
-
-    def __init__(self) -> None:
-        self._kept: list[Any] = []
-        self._place = 0
-
-    @contextmanager
-    def repeated(self) -> Iterator[None]:
-        """Run a step inside."""
-        self._place = 0
-        before = getattr(_thread, "draws", None)
-        with ExitStack() as stack:
-            for patch in _patches():
-                stack.enter_context(patch.applied())
-            _thread.draws = self
-            try:
-                yield
-            finally:
-                _thread.draws = before
-
-    def draw(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        drawn = plain(*args, **kwargs)
-        place, self._place = self._place, self._place + 1
-        if place == len(self._kept):
-            self._kept.append(ops.stop_gradient(drawn))
-        elif place < len(self._kept):
-            kept = self._kept[place]
-            if kept.shape == drawn.shape:
-                return kept
-            if kept.shape and tuple(drawn.shape) == (2 * kept.shape[0], *kept.shape[1:]):
-                return ops.concatenate([kept, kept])
-        return ops.stop_gradient(drawn)
-
-
-@contextmanager
-def restored(model: keras.Model) -> Iterator[None]:
-    """Put back whatever a step inside changes: variables, attributes, the states of generators."""
-    variables = _variables_of(model)
-    values = [ops.copy(ops.stop_gradient(v.value)) for v in variables]
-    attributes = [(layer, _attributes_of(layer)) for layer in layers_of(model)]
-    put_back: list[Callable[[], Any]] = [
-        functools.partial(random.setstate, random.getstate()),
-        functools.partial(np.random.set_state, np.random.get_state()),
-        *framework().trial_state(model),
-    ]
-    try:
-        yield
-    finally:
-        for variable, value in zip(variables, values, strict=True):
-            if not bool(ops.all(ops.equal(ops.stop_gradient(variable.value), value))):
-                variable.assign(value)
-        for layer, kept in attributes:
-            _put_back_attributes(layer, kept)
-        for put in put_back:
-            put()
-
-
-def _variables_of(model: keras.Model) -> list[Any]:
-    found = [*model.variables]
-    found += [v for metric in leaf_metrics(model) for v in metric.variables]
-    # Slots are an optimizer's own; what programs write are its learning rate and its counters.
-    for optimizer in with_inner(optimizers_of(model)):
-        found += [v for v in optimizer.variables if not v.shape]
-    seeds = global_seed_state()
-    found += [] if seeds is None else [seeds]
-    return list({id(v): v for v in found if value_of(v) is not None}.values())
-
-
-def _attributes_of(layer: Any) -> dict[str, Any]:
-    """Numbers, and what is in lists: counters and records that a program keeps."""
-    # Keras' own say what has been built, which stays so.
-    names = [name for name in vars(layer) if name == ADDED_LOSSES or not name.startswith("_")]
-    values = {name: vars(layer)[name] for name in names if name != "built"}
-    kept = {k: v for k, v in values.items() if isinstance(v, (int, float))}
-    return kept | {k: (v, list(v)) for k, v in values.items() if isinstance(v, list)}
-
-
-def _put_back_attributes(layer: Any, kept: dict[str, Any]) -> None:
-    for name, value in kept.items():
-        if isinstance(value, tuple):
-            list.__setitem__(value[0], slice(None), value[1])  # Past those who track changes.
-        elif isinstance(vars(layer).get(name), (int, float)):
-            vars(layer)[name] = value
-
-
-def _patches() -> list[Patch]:
-    """The functions that draw and drop, in threads that try a step.
-
-    Looked up for each trial: `import tensorflow.random` makes `tf.random` another object.
-    """
-    of_keras = random_module()
-    draws = [*((of_keras, name) for name in _DRAWS), *framework().drawing_functions()]
-    dropouts = [(of_keras, "dropout"), *framework().dropout_functions()]
-    return [
-        _patch(module, name, make)
-        for names, make in ((draws, _repeating), (dropouts, _keeping))
-        for module, name in names
-    ]
-
-
-@functools.cache
-def _patch(module: Any, name: str, make: Callable[[Callable[..., Any]], Any]) -> Patch:
-    """One for each function: a patch counts its users."""
-    return Patch(lambda: module, name, make)
-
-
-def _repeating(plain: Callable[..., Any]) -> Callable[..., Any]:
-    def function(*args: Any, **kwargs: Any) -> Any:
-        draws: Draws | None = getattr(_thread, "draws", None)
-        return plain(*args, **kwargs) if draws is None else draws.draw(plain, *args, **kwargs)
-
-    return function
-
-
-def _keeping(plain: Callable[..., Any]) -> Callable[..., Any]:
-    def dropout(inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        is_tried = getattr(_thread, "draws", None) is not None
-        return inputs if is_tried else plain(inputs, *args, **kwargs)
-
-    return dropout

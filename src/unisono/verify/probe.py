@@ -14,7 +14,7 @@ import numpy as np
 
 from unisono.hooks import bind, original, unbind
 from unisono.keras_internals import layers_of
-from unisono.replication.loss_check import restored
+from unisono.replication.loss_trials import restored
 from unisono.verify.facts import describe_layer
 from unisono.verify.records import Mixing
 

@@ -1,6 +1,7 @@
 """All cases of the exactness contract, by group, in the order of the table."""
 
 from exactness.case import Case, Group
+from exactness.cases import custom_loops as custom_loops
 from exactness.cases.added_losses import EXTRA_LOSSES
 from exactness.cases.callbacks import CALLBACKS
 from exactness.cases.calls import BATCHES, FIT, ORDER

@@ -135,6 +135,22 @@ def compute_loss_mixed(adopt: Adopt) -> Results:
     return train(adopt(model), optimizer=slow())
 
 
+class SummingBesideLittle(Summing):
+    """A sum, and regularizers that are small beside it."""
+
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None
+    ) -> Any:
+        return super().compute_loss(x, y, y_pred) + sum(self.losses)
+
+
+@EXTRA_LOSSES.case("`compute_loss` that sums, and a small regularizer")
+def compute_loss_sum_regularized(adopt: Adopt) -> Results:
+    inputs = keras.Input((NUM_FEATURES,))
+    hidden = layers.Dense(5, "tanh", kernel_regularizer=regularizers.L2(0.01))(inputs)
+    return train(adopt(SummingBesideLittle(inputs, layers.Dense(2)(hidden))), optimizer=slow())
+
+
 @EXTRA_LOSSES.case("`compute_loss` that sums, with loss scaling, accumulation and clipping")
 def compute_loss_sum_scaled(adopt: Adopt) -> Results:
     inputs = keras.Input((NUM_FEATURES,))

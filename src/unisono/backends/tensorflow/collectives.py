@@ -202,7 +202,7 @@ class Group:
         """How much is sent at once."""
         if self._kind != "gpu":
             return _PACK_BYTES
-        total = sum((t.shape.num_elements() or 0) * t.dtype.size for t in tensors)
+        total: int = sum((t.shape.num_elements() or 0) * t.dtype.size for t in tensors)
         return min(max(total // _NUM_GPU_PACKS, _SMALLEST_GPU_PACK_BYTES), _PACK_BYTES)
 
     def _is_faster_gathered(self, flat: Any, is_traced_alike: bool) -> bool:

@@ -18,7 +18,7 @@ import tensorflow as tf
 from unisono.backends.tensorflow.change_tracker import ChangeTracker
 from unisono.backends.tensorflow.collectives import Group
 from unisono.backends.tensorflow.distributed import group_of
-from unisono.backends.tensorflow.mirrored import ReplicaThreads, strategy_of
+from unisono.backends.tensorflow.mirrored import strategy_of
 from unisono.backends.tensorflow.replica import (
     LinksAcrossProcesses,
     LinksInProcess,
@@ -26,6 +26,7 @@ from unisono.backends.tensorflow.replica import (
     current_replica,
     running,
 )
+from unisono.backends.tensorflow.replica_threads import ReplicaThreads
 from unisono.backends.tensorflow.variables import (
     StepSeeds,
     mirrored,

@@ -7,15 +7,12 @@ global batch itself.
 """
 
 import itertools
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common import global_state
-from keras.src.utils.tracking import TrackedDict, TrackedList, TrackedSet
 
 from unisono.backends.tensorflow.replica import (
     LinksInProcess,
@@ -27,9 +24,9 @@ from unisono.backends.tensorflow.replica import (
     rows_between,
     running,
 )
+from unisono.backends.tensorflow.replica_threads import ReplicaThreads
 from unisono.backends.tensorflow.trainer import Trainer
 from unisono.backends.tensorflow.variables import (
-    StepSeeds,
     mirrored,
     plain,
     replace_values,
@@ -50,20 +47,6 @@ from unisono.replication.introspection import (
 )
 
 _strategies: dict[Placement, tf.distribute.Strategy] = {}
-
-_KERAS_STATES = ("GLOBAL_STATE_TRACKER", "GLOBAL_SETTINGS_TRACKER")
-"""What Keras keeps by thread; the second until 3.15."""
-
-_BASES: dict[type, type] = {
-    list: list,
-    TrackedList: list,
-    dict: dict,
-    TrackedDict: dict,
-    set: set,
-    TrackedSet: set,
-    deque: deque,
-}
-"""Containers whose contents are kept, each with a class whose methods no tracker intercepts."""
 
 
 class MirroredTrainer(Trainer):
@@ -288,93 +271,3 @@ def _strategies_around(model: Any) -> Iterator[Any]:
     variables = [*model.variables, *(v for one in optimizers for v in one.variables)]
     for variable in variables:
         yield getattr(variable._value, "distribute_strategy", None)
-
-
-# -- threads of replicas --------------------------------------------------------------------------
-
-
-class ReplicaThreads:
-    """The threads by which tf.distribute runs the replicas of one step; made in the caller's.
-
-    One thread runs at a time, and switches at every `merge_call`, also in the middle of a forward
-    pass. So attributes of `objects` (layers, metrics and others), such as the losses that layers
-    have added, are kept apart for each replica. Keras' global state belongs to a thread, so
-    replicas start with that of the thread that runs the step.
-    """
-
-    def __init__(self, strategy: tf.distribute.Strategy, objects: Iterable[Any]) -> None:
-        self._objects = list(objects)
-        self._seeds = StepSeeds(strategy)
-        self._before = _Attributes(self._objects)
-        self._after_first: _Attributes | None = None
-        found = (getattr(global_state, name, None) for name in _KERAS_STATES)
-        self._keras_state = [(state, dict(vars(state))) for state in found if state is not None]
-
-    @contextmanager
-    def replica(self) -> Iterator[None]:
-        """Run what is inside as the thread of one replica."""
-        context: Any = tf.distribute.get_replica_context()
-        switch = context._merge_call
-
-        def merge_call(*args: Any) -> Any:
-            own = _Attributes(self._objects)
-            result = switch(*args)
-            own.restore()
-            return result
-
-        for tracker, of_caller in self._keras_state:
-            vars(tracker).update(of_caller)
-        self._before.restore()
-        context._merge_call = merge_call
-        with self._seeds.used():
-            yield
-        if self._after_first is None:
-            self._after_first = _Attributes(self._objects)
-
-    def finish(self) -> None:
-        """Leave the attributes that the first replica left, as one device would."""
-        self._seeds.finish()
-        if self._after_first is not None:
-            self._after_first.restore()
-
-
-class _Attributes:
-    """The attributes of some objects as they are now, with the contents of lists, dicts and sets.
-
-    Restored past the trackers of Keras and TensorFlow, which intercept assignments.
-    """
-
-    def __init__(self, objects: Iterable[Any]) -> None:
-        self._attributes = [(vars(o), dict(vars(o))) for o in objects]
-        containers = {
-            id(value): value
-            for _, kept in self._attributes
-            for value in kept.values()
-            if type(value) in _BASES
-        }
-        self._contents = [(value, _BASES[type(value)](value)) for value in containers.values()]
-
-    def restore(self) -> None:
-        for attributes, kept in self._attributes:
-            for name in [name for name in attributes if name not in kept]:
-                del attributes[name]
-            for name, value in kept.items():
-                if attributes.get(name) is not value:
-                    attributes[name] = value
-        for container, kept in self._contents:
-            _refill(container, kept)
-
-
-def _refill(container: Any, kept: Any) -> None:
-    base: Any = _BASES[type(container)]
-    if base is set:
-        is_same = set.__eq__(container, kept)
-    else:
-        pairs = zip(container, kept, strict=False)
-        is_same = len(container) == len(kept) and all(a is b for a, b in pairs)
-        if base is dict:
-            is_same = is_same and all(container[key] is value for key, value in kept.items())
-    if is_same:
-        return
-    base.clear(container)
-    (base.update if base in (dict, set) else base.extend)(container, kept)

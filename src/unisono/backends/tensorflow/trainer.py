@@ -29,8 +29,9 @@ from unisono.devices import Placement
 from unisono.hooks import bind, original, unbind
 from unisono.replication.checksums import names_of, own_checksums
 from unisono.replication.introspection import optimizers_of
-from unisono.replication.loss_check import find_kinds, num_rows_tried
+from unisono.replication.loss_check import find_kinds
 from unisono.replication.loss_kinds import LossKinds
+from unisono.replication.loss_trials import Gathers, TrialRows
 from unisono.replication.replication import Replication
 from unisono.replication.step import StepState
 
@@ -192,18 +193,17 @@ class Trainer(abc.ABC):
 
     def _tried(self, name: str, data: Any) -> LossKinds:
         """Try a step on the first rows of some data, eagerly: a trace would take longer."""
-        count = num_rows_tried(int(num_rows(data)))
 
-        def try_step(has_twin: bool, state: StepState) -> None:
-            times = 1 if has_twin else 2
-            rows = keras.tree.map_structure(lambda leaf: _first(leaf, count, times), data)
-            replica = _Twin(tf.constant(2 * count), _TwinLinks(2 if has_twin else 1))
+        def try_step(rows: TrialRows, gathers: Gathers, state: StepState) -> None:
+            count = gathers.num_rows
+            parts = keras.tree.map_structure(lambda leaf: _parts(leaf, rows.parts, count), data)
+            replica = _TrialReplica(tf.constant(2 * count), _TrialLinks(rows, gathers))
             replica.state = state
             with running(replica):
-                self._replication.run(name, rows)
+                self._replication.run(name, parts)
                 replica.all_reduce([])  # Runs what is still postponed.
 
-        return find_kinds(self._model, name, try_step)
+        return find_kinds(self._model, name, int(num_rows(data)), try_step)
 
     # -- building ------------------------------------------------------------------------------
 
@@ -270,28 +270,28 @@ def _trace_alone(model: Any, name: str, data_batch: Any) -> None:
 # -- a step that is tried -------------------------------------------------------------------------
 
 
-class _TwinLinks:
-    """Replicas that all have the same rows as this one; see replica.Links."""
+class _TrialLinks:
+    """Those of one of the replicas of a trial; see replica.Links."""
 
-    index = 0
-
-    def __init__(self, num_replicas: int) -> None:
-        self.num_replicas = num_replicas
+    def __init__(self, rows: TrialRows, gathers: Gathers) -> None:
+        self.index = rows.index
+        self.num_replicas = rows.num_replicas
+        self._gathers = gathers
 
     def all_reduce(self, operands: Sequence[Any]) -> list[Any]:
         return [self._sum(operand) for operand in operands]
 
     def gather(self, x: Any, num_rows: Any, is_replicated: Any) -> Any:
-        return join_rows([x] * self.num_replicas)
+        return join_rows(self._gathers.every(x, rows_between))
 
     def _sum(self, operand: Any) -> Any:
-        factor = tf.cast(self.num_replicas, operand.dtype)
+        factor = tf.cast(self._gathers.num_same, operand.dtype)
         if isinstance(operand, tf.IndexedSlices):
             return tf.IndexedSlices(operand.values * factor, operand.indices, operand.dense_shape)
         return operand * factor
 
 
-class _Twin(TensorFlowReplica):
+class _TrialReplica(TensorFlowReplica):
     """One of them."""
 
     def stack(self, x: Any) -> Any:
@@ -300,7 +300,7 @@ class _Twin(TensorFlowReplica):
         return tf.stack([x] * self._num_replicas)
 
 
-def _first(leaf: Any, count: int, times: int) -> Any:
+def _parts(leaf: Any, places: Sequence[int], count: int) -> Any:
     if leaf is None or isinstance(leaf, tf.experimental.Optional):
         return None
-    return join_rows([rows_between(leaf, 0, count)] * times)
+    return join_rows([rows_between(leaf, place * count, (place + 1) * count) for place in places])

@@ -24,7 +24,7 @@ _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _CUBLAS_DETERMINISTIC = ":4096:8"
 _DRAWS = (
     *("normal", "randint", "randn", "randn_like", "rand", "rand_like", "bernoulli"),
-    *("binomial", "multinomial"),
+    *("binomial", "multinomial", "randperm"),
 )
 
 

@@ -24,8 +24,9 @@ from unisono.backends.torch.replica import (
 )
 from unisono.hooks import original
 from unisono.replication.introspection import seed_states
-from unisono.replication.loss_check import find_kinds, num_rows_tried
+from unisono.replication.loss_check import find_kinds
 from unisono.replication.loss_kinds import LossKinds
+from unisono.replication.loss_trials import Gathers, TrialRows
 from unisono.replication.replication import Kernels, Replication
 from unisono.replication.step import StepState, seed_stride
 
@@ -74,23 +75,23 @@ class ModelCopy:
         """Try a step, to learn whether its losses are means or sums over rows: see loss_check."""
         self.replication.prepare()
         num_rows = count_rows(data)
-        count = num_rows_tried(num_rows)
 
-        def repeated(times: int) -> Any:
-            return keras.tree.map_structure(
-                lambda leaf: to_device(
-                    torch.cat([leaf[:count]] * times) if has_rows(leaf, num_rows) else leaf
-                ),
-                data,
-            )
+        def parts(places: Sequence[int], count: int) -> Any:
+            def rows(leaf: Any) -> Any:
+                if not has_rows(leaf, num_rows):
+                    return to_device(leaf)
+                taken = [leaf[place * count : (place + 1) * count] for place in places]
+                return to_device(torch.cat(taken))
 
-        def try_step(has_twin: bool, state: StepState) -> None:
-            group = cast(Group, _Twins(2 if has_twin else 1))
-            replica = TorchReplica(group, 2 * count)
+            return keras.tree.map_structure(rows, data)
+
+        def try_step(rows: TrialRows, gathers: Gathers, state: StepState) -> None:
+            group = cast(Group, _TrialGroup(rows, gathers))
+            replica = TorchReplica(group, 2 * gathers.num_rows)
             replica.state = state
-            self.run_step(name, repeated(1 if has_twin else 2), replica)
+            self.run_step(name, parts(rows.parts, gathers.num_rows), replica)
 
-        return find_kinds(self.model, name, try_step)
+        return find_kinds(self.model, name, num_rows, try_step)
 
     def follow_first(self, group: Group, places: Sequence[int]) -> None:
         """Overwrite tracked variables, by position, with the first replica's; a collective.
@@ -142,17 +143,17 @@ def _version(variable: Any) -> tuple[int, int, bool]:
     return id(value), value._version, bool(variable._trainable)
 
 
-class _Twins:
-    """A group of replicas that all have the same rows as this one; see process_group.Group."""
+class _TrialGroup:
+    """That of one of the replicas of a trial; see process_group.Group."""
 
-    rank = 0
-
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, rows: TrialRows, gathers: Gathers) -> None:
+        self.rank = rows.index
+        self.size = rows.num_replicas
         self.device = default_device()
+        self._gathers = gathers
 
     def all_reduce(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [tensor.detach() * self.size for tensor in tensors]
+        return [tensor.detach() * self._gathers.num_same for tensor in tensors]
 
     def all_reduce_flat(self, flat: torch.Tensor) -> torch.Tensor:
         return flat.detach() * self.size
@@ -164,4 +165,4 @@ class _Twins:
         return torch.stack(self.all_gather(tensor))
 
     def gather_rows(self, tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-        return self.all_gather(tensor)
+        return self._gathers.every(tensor.detach(), lambda rows, start, stop: rows[start:stop])

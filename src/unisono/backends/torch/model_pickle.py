@@ -285,6 +285,8 @@ def _steps(obj: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(obj, types.FunctionType):
         for name, value in _captured(obj):
             yield f" (its variable {name!r})", value
+        for name, value in _defaults(obj):
+            yield f" (its parameter {name!r})", value
     elif isinstance(obj, functools.partial):
         yield ".func", obj.func
         yield ".args", obj.args
@@ -295,6 +297,13 @@ def _steps(obj: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{index}]", value) for index, value in enumerate(obj))
     if hasattr(obj, "__dict__"):
         yield from ((f".{name}", value) for name, value in _attributes(obj))
+
+
+def _defaults(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    values = function.__defaults__ or ()
+    positional = function.__code__.co_varnames[: function.__code__.co_argcount]
+    yield from zip(positional[len(positional) - len(values) :], values, strict=True)
+    yield from (function.__kwdefaults__ or {}).items()
 
 
 def _captured(function: types.FunctionType) -> Iterator[tuple[str, Any]]:

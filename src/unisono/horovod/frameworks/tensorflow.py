@@ -77,15 +77,17 @@ class _TensorFlow(HorovodFramework):
         return bool(tf.test.is_built_with_rocm())
 
 
-def _also(base: Any) -> type[DisagreementError]:
+def _also(base: Any, *more: type) -> type[DisagreementError]:
     def init(self: Any, message: str) -> None:
         base.__init__(self, None, None, message)
 
-    return type("DisagreementError", (DisagreementError, base), {"__init__": init})
+    return type("DisagreementError", (DisagreementError, base, *more), {"__init__": init})
 
 
 _Mismatch = _also(tf.errors.FailedPreconditionError)
-_BadArgument = _also(tf.errors.InvalidArgumentError)
+# A graph makes an InvalidArgumentError of a Python function's ValueError, and of others
+# UnknownError.
+_BadArgument = _also(tf.errors.InvalidArgumentError, ValueError)
 
 
 class _GraphPasses:
