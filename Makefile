@@ -1,11 +1,8 @@
 # make demo     train the digits net on one replica and on two, compare, plot: demo-results
 # make test     lint and the test suite, on all three backends (SLOW=1: with the longest tests)
 # make lint     the quick checks alone
-<<<<<<< ours
 # make gpu-rehearsal   steps compiled for GPUs that are not there: the tables of docs/gpu.md
-=======
 # make trainer-tests   Keras' own trainer tests, as they are and on two replicas: half an hour
->>>>>>> theirs
 # make format   apply the formatter and the safe fixes
 # make clean    remove environments, caches and outputs
 #
@@ -40,11 +37,7 @@ INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints-tes
 REQUIREMENTS := pyproject.toml constraints-test.txt
 
 .DEFAULT_GOAL := help
-<<<<<<< ours
-.PHONY: help demo test test-unit exactness gpu-rehearsal $(BACKENDS:%=test-%) lint format clean
-=======
-.PHONY: help demo test test-unit exactness $(BACKENDS:%=test-%) trainer-tests lint format clean
->>>>>>> theirs
+.PHONY: help demo test test-unit exactness gpu-rehearsal trainer-tests $(BACKENDS:%=test-%) lint format clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -74,17 +67,16 @@ test-unit: $(TEST_STAMP)
 	$(PYTEST) tests/unit
 
 $(BACKENDS:%=test-%): test-%: $(TEST_STAMP)
-	KERAS_BACKEND=$* $(PYTEST) tests/backend tests/exactness
+	KERAS_BACKEND=$* $(PYTEST) tests/backend tests/exactness tests/gpu
 
 # The table of docs/exactness.md, measured anew: hours.
 exactness: $(TEST_STAMP)
 	cd tests && ../$(TEST_VENV)/bin/python -m exactness --write ../docs/exactness.md
 
-<<<<<<< ours
 # Needs no GPU. JAX's CUDA plugin compiles for one that is described to it.
 gpu-rehearsal: $(GPU_STAMP)
 	cd tests && TF_CPP_MIN_LOG_LEVEL=3 ../$(GPU_VENV)/bin/python -m gpu --write ../docs/gpu.md
-=======
+
 # Each backend twice: a test that passes the first time and fails the second is one that replicas break.
 TRAINER_TESTS = $$($(TEST_VENV)/bin/python -c "import keras; print(keras.__path__[0])")/src/trainers/trainer_test.py
 trainer-tests: $(TEST_STAMP)
@@ -92,7 +84,6 @@ trainer-tests: $(TEST_STAMP)
 	  KERAS_BACKEND=$$backend UNISONO_THROUGH=$$replicas PYTHONPATH=tests/support \
 	  TF_CPP_MIN_LOG_LEVEL=2 $(TEST_VENV)/bin/python -m pytest -p through_parallel -p no:cacheprovider \
 	  -q -W ignore -c pyproject.toml $(TRAINER_TESTS); done; done
->>>>>>> theirs
 
 lint: $(LINT_STAMP)
 	$(TEST_VENV)/bin/ruff check .
