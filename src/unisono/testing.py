@@ -11,8 +11,8 @@ from unisono.parallel import FORCED_SYNC, is_parallel, parallel, release
 if TYPE_CHECKING:
     import keras
 
-    from unisono.verify.records import Record
-    from unisono.verify.run import Run, Variant
+    from unisono.verify.records import ProgramRecord
+    from unisono.verify.run import ChildRun, Variant
 
 
 def assert_same_as_one_device(
@@ -54,12 +54,12 @@ def assert_same_as_one_device(
         >>> assert_same_as_one_device(build, (np.ones((8, 4)), np.ones((8, 1))), batch_size=4)
     """
     from unisono.verify.report import as_text
-    from unisono.verify.session import Options, Session
+    from unisono.verify.session import Options, VerifySession
 
     options = Options(num_replicas=replicas, num_steps=steps, seed=seed, is_exact=exact)
     training = _Training(build, _arguments(data, batch_size), steps, seed)
     with contextlib.redirect_stdout(None):
-        result = Session(["build()"], options, training.run, lambda text: None).result()
+        result = VerifySession(["build()"], options, training.run, lambda text: None).result()
     if result.code:
         raise AssertionError(as_text(result))
 
@@ -74,11 +74,11 @@ class _Training:
         self._arguments = arguments
         self._steps = steps
         self._seed = seed
-        self._first: Record | None = None
+        self._first: ProgramRecord | None = None
 
-    def run(self, variant: "Variant") -> "Run":
+    def run(self, variant: "Variant") -> "ChildRun":
         from unisono.verify.records import EXACT
-        from unisono.verify.run import Run
+        from unisono.verify.run import ChildRun
 
         env = {FORCED_REPLICAS: str(variant.num_replicas), OVERSUBSCRIBE: "1"}
         env |= {FORCED_SYNC: "1"} if variant.forces_sync else {}
@@ -92,20 +92,20 @@ class _Training:
                 model.variables = first.variables
             if len(model.optimizer_variables) == len(first.optimizer_variables):
                 model.optimizer_variables = first.optimizer_variables
-        return Run(variant, records=[record])
+        return ChildRun(variant, records=[record])
 
-    def _recorded(self, variant: "Variant") -> "Record":
+    def _recorded(self, variant: "Variant") -> "ProgramRecord":
         from unisono import fit
         from unisono.replication.random_state import set_seed
-        from unisono.verify.record import FitObserver, Recorder
-        from unisono.verify.records import Settings
+        from unisono.verify.record import FitObserver, ProgramRecorder
+        from unisono.verify.records import RecordSettings
 
         set_seed(self._seed)
         model = self._build()
         if not is_parallel(model):
             parallel(model)
-        settings = Settings("", self._steps, self._seed, variant.is_exact, variant.perturbs)
-        recorder = Recorder(settings)
+        settings = RecordSettings("", self._steps, self._seed, variant.is_exact, variant.perturbs)
+        recorder = ProgramRecorder(settings)
         maker = lambda: FitObserver(recorder)  # noqa: E731
         fit.every_fit.append(maker)
         try:

@@ -22,10 +22,10 @@ def recorded() -> Iterator[None]:
     if not text:
         yield
         return
-    from unisono.verify.record import Recorder
-    from unisono.verify.records import Settings
+    from unisono.verify.record import ProgramRecorder
+    from unisono.verify.records import RecordSettings
 
-    with Recorder(Settings(**json.loads(text))).recording():
+    with ProgramRecorder(RecordSettings(**json.loads(text))).recording():
         yield
 
 

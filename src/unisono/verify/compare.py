@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from unisono.verify.records import Record
+from unisono.verify.records import ProgramRecord
 
 KINDS = ("weights", "optimizer", "loss", "metrics", "evaluate", "predict")
 CONTRACT = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}
@@ -91,8 +91,8 @@ class Comparison:
 
 
 def compare(
-    one: Record,
-    other: Record,
+    one: ProgramRecord,
+    other: ProgramRecord,
     *,
     noise: "Comparison | None" = None,
     rounding: "Comparison | None" = None,
@@ -113,7 +113,7 @@ def compare(
     return _with_flips(result, one)
 
 
-def _with_flips(comparison: Comparison, record: Record) -> Comparison:
+def _with_flips(comparison: Comparison, record: ProgramRecord) -> Comparison:
     """Allow for a few rows that rounding puts on the other side of a decision, as in accuracy.
 
     Only where all that is continuous agrees: weights, optimizer state, losses and predictions.
@@ -139,7 +139,7 @@ def _is_count(quantity: Quantity) -> bool:
     return quantity.kind in ("metrics", "evaluate") and not quantity.name.endswith("loss")
 
 
-def _num_rows(quantity: Quantity, record: Record) -> int:
+def _num_rows(quantity: Quantity, record: ProgramRecord) -> int:
     """The fewest rows that a metric can be of."""
     call = record.calls[quantity.place] if quantity.place < len(record.calls) else None
     if quantity.order == _CALL_ORDER and call is not None and call.name != "fit":
@@ -164,7 +164,7 @@ def _raised(comparison: Comparison | None, times: float) -> dict[Quantity, float
     return found
 
 
-def quantities(record: Record) -> dict[Quantity, Any]:
+def quantities(record: ProgramRecord) -> dict[Quantity, Any]:
     """What a record has that can be compared, by what it is."""
     found: dict[Quantity, Any] = {}
     done = 0
@@ -224,7 +224,7 @@ def deviation(one: Any, other: Any) -> float:
     return float(np.nan_to_num(found, nan=np.inf).max())
 
 
-def _structure(one: Record, other: Record) -> list[str]:
+def _structure(one: ProgramRecord, other: ProgramRecord) -> list[str]:
     found = []
     if one.num_steps != other.num_steps:
         found.append(f"{one.num_steps} optimizer steps, and {other.num_steps}")

@@ -20,7 +20,7 @@ from unisono.verify.evidence import (
     site_of_training,
     trained_models,
 )
-from unisono.verify.records import Record, Site
+from unisono.verify.records import ProgramRecord, Site
 
 _RATIO_SPREAD = 0.02
 _SCALES = {"scale_regularization_loss"}
@@ -80,7 +80,7 @@ _WITHOUT = {
 }
 
 
-def _batch_norm(many: Record) -> Cause | None:
+def _batch_norm(many: ProgramRecord) -> Cause | None:
     models = [m for m in trained_models(many) if not m.is_sync]
     layers = [layer for model in models for layer in model.layers if layer.is_batch_norm]
     if not layers:
@@ -93,7 +93,7 @@ def _batch_norm(many: Record) -> Cause | None:
     )
 
 
-def _random_layers(many: Record) -> Cause | None:
+def _random_layers(many: ProgramRecord) -> Cause | None:
     if many.backend == "jax":
         return None
     layers = [layer for model in trained_models(many) for layer in model.layers if layer.is_random]
@@ -342,15 +342,15 @@ def _unknown(evidence: Evidence) -> Cause:
     )
 
 
-def _keyword_site(record: Record, name: str) -> Site | None:
+def _keyword_site(record: ProgramRecord, name: str) -> Site | None:
     return next(source.keywords(record.files, name), None)
 
 
-def _loss_site(record: Record) -> Site | None:
+def _loss_site(record: ProgramRecord) -> Site | None:
     return next(source.calls(record.files, {"gradient", "backward"}), None)
 
 
-def _update_ratio(one: Record, many: Record) -> float | None:
+def _update_ratio(one: ProgramRecord, many: ProgramRecord) -> float | None:
     """By what number the first update, or the optimizer's first moments, are larger on replicas."""
     if not one.steps or not many.steps:
         return None

@@ -19,8 +19,8 @@ from unisono.verify.inputs import (
     seed_causes,
     seed_causes_by_rank,
 )
-from unisono.verify.records import RandomUse, Record
-from unisono.verify.run import Run
+from unisono.verify.records import ProgramRecord, RandomUse
+from unisono.verify.run import ChildRun
 
 
 def explain(evidence: Evidence) -> list[Cause]:
@@ -36,7 +36,7 @@ def explain(evidence: Evidence) -> list[Cause]:
     return found
 
 
-def explain_noise(one: Record, again: Record) -> list[Cause]:
+def explain_noise(one: ProgramRecord, again: ProgramRecord) -> list[Cause]:
     """The causes of a difference between two runs on one device."""
     found = list(seed_causes(one, again, "differs from run to run"))
     unseeded = [use for use in one.random if use.seed is None and use.what != "shuffle"]
@@ -87,7 +87,7 @@ def explain_noise(one: Record, again: Record) -> list[Cause]:
     return found
 
 
-def explain_failure(run: Run) -> list[Cause]:
+def explain_failure(run: ChildRun) -> list[Cause]:
     """Why a program that runs on one device fails on replicas."""
     records = run.records
     failed = [r for r in records if r.error and r.error_type != "PeerLostError"] or [
@@ -137,7 +137,7 @@ def explain_failure(run: Run) -> list[Cause]:
     ]
 
 
-def notes_on_randomness(record: Record) -> Iterator[RandomUse]:
+def notes_on_randomness(record: ProgramRecord) -> Iterator[RandomUse]:
     """Shuffles that two plain runs of the program would do in different orders."""
     seeds = any("seed" in use.what for use in record.random)
     for use in record.random:

@@ -9,8 +9,8 @@ import numpy as np
 from unisono.verify import source
 from unisono.verify.causes import REMEDIES, Cause
 from unisono.verify.compare import Comparison, compare
-from unisono.verify.records import ModelFacts, Record, Site
-from unisono.verify.run import Run, Variant
+from unisono.verify.records import ModelFacts, ProgramRecord, Site
+from unisono.verify.run import ChildRun, Variant
 
 _REPLICA_NAMES = {"num_replicas_in_sync", "num_replicas", "world_size", "local_size"}
 
@@ -19,19 +19,19 @@ _REPLICA_NAMES = {"num_replicas_in_sync", "num_replicas", "world_size", "local_s
 class Evidence:
     """The runs that were made, and a way to make another."""
 
-    one: Run
-    again: Run
-    many: Run
+    one: ChildRun
+    again: ChildRun
+    many: ChildRun
     noise: Comparison
     comparison: Comparison
     rounding: Comparison | None
-    run: Callable[[Variant], Run]
+    run: Callable[[Variant], ChildRun]
 
     @property
     def num_replicas(self) -> int:
         return self.many.variant.num_replicas
 
-    def agrees_with(self, other: Run, one: Run | None = None) -> Comparison | None:
+    def agrees_with(self, other: ChildRun, one: ChildRun | None = None) -> Comparison | None:
         """The comparison with a further run, if that agrees; None where it does not."""
         if other.has_failed:
             return None
@@ -46,16 +46,16 @@ def cause_of(
     return Cause(key, what, evidence, REMEDIES[key], site, is_proven)
 
 
-def trained_models(record: Record) -> list[ModelFacts]:
+def trained_models(record: ProgramRecord) -> list[ModelFacts]:
     parts = [part for step in record.steps for part in (step, *step.others)]
     return [record.models[i] for i in dict.fromkeys(p.model for p in parts) if i >= 0]
 
 
-def rows_of(record: Record) -> list[int]:
+def rows_of(record: ProgramRecord) -> list[int]:
     return [step.num_rows for step in record.steps if step.num_rows]
 
 
-def differing_data(one: Record, other: Record) -> list[str]:
+def differing_data(one: ProgramRecord, other: ProgramRecord) -> list[str]:
     """Arguments that are arrays and have other values, in words."""
     found = []
     for mine, theirs in zip(one.calls, other.calls, strict=False):
@@ -66,7 +66,9 @@ def differing_data(one: Record, other: Record) -> list[str]:
     return found
 
 
-def first_other_batch(one: Record, other: Record, until: int | None = None) -> int | None:
+def first_other_batch(
+    one: ProgramRecord, other: ProgramRecord, until: int | None = None
+) -> int | None:
     """The first step whose batch differs; `until`: later ones are a consequence.
 
     Replicas draw fewer random numbers than one device from the generator that shuffles the next
@@ -82,7 +84,7 @@ def first_other_batch(one: Record, other: Record, until: int | None = None) -> i
     return None
 
 
-def starts_differ(one: Record, other: Record) -> bool:
+def starts_differ(one: ProgramRecord, other: ProgramRecord) -> bool:
     for mine, theirs in zip(one.models, other.models, strict=False):
         pairs = zip(mine.start, theirs.start, strict=False)
         if any(not np.array_equal(a, b, equal_nan=True) for a, b in pairs):
@@ -90,13 +92,13 @@ def starts_differ(one: Record, other: Record) -> bool:
     return False
 
 
-def site_of_training(record: Record) -> Site | None:
+def site_of_training(record: ProgramRecord) -> Site | None:
     sites = [call.site for call in record.calls if call.name in ("fit", "train_on_batch")]
     found = [site for site in [*sites, *record.loop_sites] if site is not None]
     return found[0] if found else None
 
 
-def scaling_site(record: Record) -> Site | None:
+def scaling_site(record: ProgramRecord) -> Site | None:
     return next(source.mentions(record.files, _REPLICA_NAMES), None)
 
 
@@ -104,12 +106,12 @@ def as_short_text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def assignment_site(record: Record, name: str) -> Site | None:
+def assignment_site(record: ProgramRecord, name: str) -> Site | None:
     """Where an attribute `Class.name` is assigned."""
     return next(source.assignments(record.files, name.rpartition(".")[2]), None)
 
 
-def callback_site(record: Record) -> Site | None:
+def callback_site(record: ProgramRecord) -> Site | None:
     return next(source.mentions(record.files, {"learning_rate"}), None)
 
 

@@ -23,8 +23,8 @@ from unisono.verify.evidence import (
     site_of_training,
     starts_differ,
 )
-from unisono.verify.records import Call, Record
-from unisono.verify.run import Run
+from unisono.verify.records import ProgramRecord, RecordedCall
+from unisono.verify.run import ChildRun
 
 MADE = {
     "numpy": "makes a NumPy generator",
@@ -32,7 +32,7 @@ MADE = {
 }
 
 
-def seed_causes(one: Record, other: Record, how: str) -> Iterator[Cause]:
+def seed_causes(one: ProgramRecord, other: ProgramRecord, how: str) -> Iterator[Cause]:
     for mine, theirs in zip(one.random, other.random, strict=False):
         if (mine.what, mine.site) == (theirs.what, theirs.site) and mine.seed != theirs.seed:
             yield cause_of(
@@ -43,7 +43,7 @@ def seed_causes(one: Record, other: Record, how: str) -> Iterator[Cause]:
             )
 
 
-def seed_causes_by_rank(records: list[Record]) -> Iterator[Cause]:
+def seed_causes_by_rank(records: list[ProgramRecord]) -> Iterator[Cause]:
     for other in records[1:]:
         yield from seed_causes(records[0], other, "differs from process to process")
         return
@@ -82,7 +82,7 @@ def input_causes(evidence: Evidence) -> list[Cause]:
     return found
 
 
-def _arguments(mine: Call, theirs: Call, many: Record) -> Iterator[Cause]:
+def _arguments(mine: RecordedCall, theirs: RecordedCall, many: ProgramRecord) -> Iterator[Cause]:
     if mine.name != theirs.name:
         return
     for name in {**mine.arguments, **theirs.arguments}:
@@ -102,7 +102,7 @@ def _arguments(mine: Call, theirs: Call, many: Record) -> Iterator[Cause]:
         yield cause_of(key, what, shown, scaling or theirs.site)
 
 
-def _optimizers(one: Record, many: Record) -> Iterator[Cause]:
+def _optimizers(one: ProgramRecord, many: ProgramRecord) -> Iterator[Cause]:
     for mine, theirs in zip(one.models, many.models, strict=False):
         site = theirs.optimizer_site or theirs.compile_site
         for name in {**mine.optimizer, **theirs.optimizer}:
@@ -127,7 +127,7 @@ def _optimizers(one: Record, many: Record) -> Iterator[Cause]:
             return
 
 
-def _attributes(one: Record, many: Record) -> Iterator[Cause]:
+def _attributes(one: ProgramRecord, many: ProgramRecord) -> Iterator[Cause]:
     """Numbers that the program's own classes hold at the first step."""
     if not one.steps or not many.steps:
         return
@@ -179,7 +179,7 @@ def _data(evidence: Evidence) -> Iterator[Cause]:
         yield cause_of("arguments", "the program trains on other data on replicas", shown, site)
 
 
-def rank_causes(run: Run) -> Iterator[Cause]:
+def rank_causes(run: ChildRun) -> Iterator[Cause]:
     """What one process does and another does not."""
     records = [record for record in run.records if record.world_size > 1]
     for other in records[1:]:
@@ -207,7 +207,7 @@ def rank_causes(run: Run) -> Iterator[Cause]:
         yield from _states_by_rank(first, other)
 
 
-def _states_by_rank(first: Record, other: Record) -> Iterator[Cause]:
+def _states_by_rank(first: ProgramRecord, other: ProgramRecord) -> Iterator[Cause]:
     for number, (mine, theirs) in enumerate(zip(first.steps, other.steps, strict=False), start=1):
         for name, value in mine.attributes.items():
             if name in theirs.attributes and theirs.attributes[name] != value:

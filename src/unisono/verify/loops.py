@@ -17,7 +17,7 @@ from unisono.verify.records import sample
 from unisono.verify.sites import is_of_user, user_site
 
 if TYPE_CHECKING:
-    from unisono.verify.record import Recorder
+    from unisono.verify.record import ProgramRecorder
 
 _MOST_IN_STEP = 256
 _MOST_LEAVES = 2000
@@ -26,7 +26,7 @@ _MOST_LEAVES = 2000
 class LoopRecorder:
     """See strategy.LoopObserver."""
 
-    def __init__(self, recorder: "Recorder") -> None:
+    def __init__(self, recorder: "ProgramRecorder") -> None:
         self._recorder = recorder
         self._batch: tuple[int | None, int] | None = None
         self.is_in_step = False
@@ -86,7 +86,7 @@ def _user_frame() -> FrameType | None:
     return frame
 
 
-def watch_native_steps(recorder: "Recorder") -> None:
+def watch_native_steps(recorder: "ProgramRecorder") -> None:
     """Record steps of optimizers that a loop applies by itself, outside of `fit`."""
     import keras
 

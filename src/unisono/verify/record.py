@@ -25,11 +25,11 @@ from unisono.topology import topology
 from unisono.verify.loops import LoopRecorder, watch_native_steps
 from unisono.verify.random_sources import RandomSources, random_states
 from unisono.verify.records import (
-    Call,
     ModelFacts,
+    ProgramRecord,
     RandomUse,
-    Record,
-    Settings,
+    RecordedCall,
+    RecordSettings,
     Site,
     Step,
     sample,
@@ -49,13 +49,13 @@ class EnoughSteps(BaseException):
     """Leaves a training loop that has made all steps that are compared."""
 
 
-class Recorder:
+class ProgramRecorder:
     """What one process records; see `recording`."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: RecordSettings) -> None:
         self.settings = settings
         facts = topology()
-        self.record = Record(rank=facts.rank, world_size=facts.world_size)
+        self.record = ProgramRecord(rank=facts.rank, world_size=facts.world_size)
         self._models: list[Any] = []
         self._sites: dict[int, Site | None] = {}
         self._named: bool | None = None
@@ -318,7 +318,7 @@ class Recorder:
 
         if name == "train_on_batch" and self.is_enough:
             raise EnoughSteps
-        call = Call(
+        call = RecordedCall(
             name=name,
             model=self.index_of(model),
             site=user_site(),
@@ -457,7 +457,7 @@ class Recorder:
 class FitObserver:
     """Records the steps of one `fit`; see fit.StepObserver."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: ProgramRecorder) -> None:
         self._recorder = recorder
         self._batch: tuple[int | None, int] | None = None
         self._random_states: dict[str, int] = {}

@@ -19,7 +19,7 @@ EXACT = "UNISONO_VERIFY_EXACT"
 
 
 @dataclass(frozen=True)
-class Settings:
+class RecordSettings:
     """What a recording process has to know."""
 
     folder: str
@@ -66,7 +66,7 @@ class Step:
 
 
 @dataclass
-class Call:
+class RecordedCall:
     """A call of the program on a model, in the order of calls."""
 
     name: str
@@ -147,7 +147,7 @@ class RandomUse:
 
 
 @dataclass
-class Record:
+class ProgramRecord:
     """What one process has recorded."""
 
     rank: int = 0
@@ -155,7 +155,7 @@ class Record:
     backend: str = ""
     models: list[ModelFacts] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
+    calls: list[RecordedCall] = field(default_factory=list)
     random: list[RandomUse] = field(default_factory=list)
     draws: list[RandomUse] = field(default_factory=list)
     """Functions that drew random numbers while a model was trained; the site is the program's."""
@@ -184,7 +184,7 @@ class Record:
         return sum(step.num_steps for step in self.steps)
 
 
-def write_record(record: Record, folder: str) -> None:
+def write_record(record: ProgramRecord, folder: str) -> None:
     """Write a record completely or not at all."""
     target = Path(folder, f"record-{record.rank}-{os.getpid()}")
     draft = target.with_suffix(".draft")
@@ -193,7 +193,7 @@ def write_record(record: Record, folder: str) -> None:
     draft.replace(target.with_suffix(".pickle"))
 
 
-def read_records(folder: Path) -> list[Record]:
+def read_records(folder: Path) -> list[ProgramRecord]:
     """The records of all processes of a run, those that trained first, by rank."""
     # Written by processes that this one has started, into a folder that only this user can open.
     found = [pickle.loads(path.read_bytes()) for path in sorted(folder.glob("*.pickle"))]

@@ -7,14 +7,14 @@ from typing import Any
 from unisono.devices import format_replicas
 from unisono.verify.compare import KINDS, Comparison
 from unisono.verify.records import Site
-from unisono.verify.session import Result
+from unisono.verify.session import Verification
 
 _MOST_LAYERS = 5
 _MOST_OUTPUT_LINES = 30
 _TITLES = {"optimizer": "optimizer state", "loss": "losses"}
 
 
-def as_text(result: Result) -> str:
+def as_text(result: Verification) -> str:
     """The table, the verdict, and the causes with what to write instead."""
     parts = [table(result)] if result.comparison is not None or result.noise is not None else []
     parts.append(result.verdict)
@@ -32,7 +32,7 @@ def as_text(result: Result) -> str:
     return "\n\n".join(parts)
 
 
-def rows(result: Result) -> list[tuple[str, ...]]:
+def rows(result: Verification) -> list[tuple[str, ...]]:
     """The largest difference of each kind, and of each layer where it is large."""
     many = format_replicas(result.options.num_replicas)
     found: list[tuple[str, ...]] = [("largest difference", "one device again", many, "allowed")]
@@ -64,7 +64,7 @@ def rows(result: Result) -> list[tuple[str, ...]]:
     return found
 
 
-def table(result: Result) -> str:
+def table(result: Verification) -> str:
     """The rows as aligned columns."""
     lines = rows(result)
     widths = [max(len(row[i]) for row in lines) for i in range(len(lines[0]))]
@@ -72,7 +72,7 @@ def table(result: Result) -> str:
     return "\n".join(shown)
 
 
-def as_json(result: Result) -> dict[str, Any]:
+def as_json(result: Verification) -> dict[str, Any]:
     """All of it, for programs."""
     comparison = result.comparison
     first = comparison.first_large() if comparison is not None else []

@@ -18,7 +18,7 @@ from pathlib import Path
 from unisono.devices import CLAIMED_REPLICAS, FORCED_REPLICAS, OVERSUBSCRIBE
 from unisono.monitor.events import FOLDER as RUNS
 from unisono.parallel import FORCED_SYNC
-from unisono.verify.records import EXACT, SETTINGS, Record, Settings, read_records
+from unisono.verify.records import EXACT, SETTINGS, ProgramRecord, RecordSettings, read_records
 
 _CHILD = Path(__file__).with_name("child.py")
 _GRACE_S = 8.0
@@ -41,11 +41,11 @@ class Variant:
 
 
 @dataclass
-class Run:
+class ChildRun:
     """How a run ended, and what it recorded."""
 
     variant: Variant
-    records: list[Record] = field(default_factory=list)
+    records: list[ProgramRecord] = field(default_factory=list)
     """One for each process, that of rank 0 first."""
     code: int = 0
     has_timed_out: bool = False
@@ -53,8 +53,8 @@ class Run:
     """The end of what the program printed."""
 
     @property
-    def record(self) -> Record:
-        return self.records[0] if self.records else Record()
+    def record(self) -> ProgramRecord:
+        return self.records[0] if self.records else ProgramRecord()
 
     @property
     def has_failed(self) -> bool:
@@ -72,7 +72,7 @@ class Runner:
         self._seed = seed
         self._timeout_s = timeout_s
 
-    def run(self, variant: Variant) -> Run:
+    def run(self, variant: Variant) -> ChildRun:
         """Run the program once; its failure is no error of this call."""
         with tempfile.TemporaryDirectory(prefix="unisono-verify-") as folder:
             output = Path(folder, "output")
@@ -89,7 +89,7 @@ class Runner:
                 with _ended(process), contextlib.suppress(subprocess.TimeoutExpired):
                     code = process.wait(self._timeout_s)
             text = output.read_bytes()[-_MOST_OUTPUT:].decode(errors="replace")
-            return Run(
+            return ChildRun(
                 variant,
                 records=read_records(Path(folder)),
                 code=1 if code is None else code,
@@ -105,7 +105,7 @@ class Runner:
         return [*launcher, "--replicas", count, "--timeout", timeout, *self._program]
 
     def _environment(self, variant: Variant, folder: str) -> dict[str, str]:
-        settings = Settings(
+        settings = RecordSettings(
             folder=folder,
             num_steps=self._num_steps,
             seed=self._seed,

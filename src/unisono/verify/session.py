@@ -19,8 +19,8 @@ from unisono.verify.diagnose import (
     notes_on_randomness,
 )
 from unisono.verify.evidence import Evidence
-from unisono.verify.records import Record
-from unisono.verify.run import Run, Runner, Variant
+from unisono.verify.records import ProgramRecord
+from unisono.verify.run import ChildRun, Runner, Variant
 
 SAME, DIFFERS, NOTHING = 0, 1, 2
 """Exit codes: replicas give what one device gives; they do not; nothing could be compared."""
@@ -42,7 +42,7 @@ class Options:
 
 
 @dataclass
-class Result:
+class Verification:
     """The outcome of a verification."""
 
     code: int
@@ -54,7 +54,7 @@ class Result:
     rounding: Comparison | None = None
     causes: list[Cause] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    record: Record = field(default_factory=Record)
+    record: ProgramRecord = field(default_factory=ProgramRecord)
     """Of the replicas."""
     output: str = ""
     """What the program printed, where it failed."""
@@ -62,22 +62,22 @@ class Result:
 
 def verify(
     program: Sequence[str], options: Options, tell: Callable[[str], None] = lambda text: None
-) -> Result:
+) -> Verification:
     """Run a program on one device and on replicas, and compare; `tell` is told the progress."""
     runner = Runner(
         program, num_steps=options.num_steps, seed=options.seed, timeout_s=options.timeout_s
     )
-    return Session(list(program), options, runner.run, tell).result()
+    return VerifySession(list(program), options, runner.run, tell).result()
 
 
-class Session:
+class VerifySession:
     """One verification, however its runs are made."""
 
     def __init__(
         self,
         program: list[str],
         options: Options,
-        run: Callable[[Variant], Run],
+        run: Callable[[Variant], ChildRun],
         tell: Callable[[str], None],
     ) -> None:
         self._program = program
@@ -91,7 +91,7 @@ class Session:
             options.num_replicas, has_processes=options.has_processes, is_exact=options.is_exact
         )
 
-    def result(self) -> Result:
+    def result(self) -> Verification:
         one = self._run(self._one, "one device")
         if one.has_failed:
             return self._failed(one)
@@ -109,11 +109,11 @@ class Session:
 
     # -- runs ----------------------------------------------------------------------------------
 
-    def _run(self, variant: Variant, what: str) -> Run:
+    def _run(self, variant: Variant, what: str) -> ChildRun:
         self._tell(what)
         return self._make_run(variant)
 
-    def _run_replicas(self) -> Run:
+    def _run_replicas(self) -> ChildRun:
         run = self._run(self._many, self._names())
         if run.has_failed and _ONE_PROCESS_EACH in run.record.error_message:
             self._many = dataclasses.replace(self._many, has_processes=True)
@@ -130,7 +130,7 @@ class Session:
 
     # -- results -------------------------------------------------------------------------------
 
-    def _failed(self, run: Run) -> Result:
+    def _failed(self, run: ChildRun) -> Verification:
         why = (
             f"did not end within {self._options.timeout_s:g} seconds (--timeout)"
             if run.has_timed_out
@@ -139,7 +139,7 @@ class Session:
         result = self._result(NOTHING, f"Nothing was compared: the program {why}.", run)
         return dataclasses.replace(result, output=run.record.error or run.output)
 
-    def _nothing(self, run: Run) -> Result:
+    def _nothing(self, run: ChildRun) -> Verification:
         return self._result(
             NOTHING,
             "Nothing was compared: the program trains no model that unisono sees. It records "
@@ -147,7 +147,7 @@ class Session:
             run,
         )
 
-    def _without_replicas(self, many: Run) -> Result | None:
+    def _without_replicas(self, many: ChildRun) -> Verification | None:
         record = many.record
         trained = [record.models[step.model] for step in record.steps if step.model >= 0]
         is_parallel = any(model.is_parallel for model in trained) or record.num_distributed
@@ -161,7 +161,7 @@ class Session:
             many,
         )
 
-    def _failed_on_replicas(self, many: Run) -> Result:
+    def _failed_on_replicas(self, many: ChildRun) -> Verification:
         verdict = (
             f"{self._names().capitalize()} do not give what 1 gives: the program runs on one "
             "device and fails on replicas."
@@ -177,7 +177,7 @@ class Session:
             result, causes=explain_failure(many), output=failed.error or many.output
         )
 
-    def _compared(self, one: Run, again: Run, many: Run) -> Result:
+    def _compared(self, one: ChildRun, again: ChildRun, many: ChildRun) -> Verification:
         noise = compare(one.record, again.record)
         limit = max((CONTRACT[m.dtype] for m in one.record.models), default=CONTRACT["float32"])
         if noise.structure or noise.largest_of_all() > MOST_NOISE * limit:
@@ -232,7 +232,7 @@ class Session:
             f"first, by {_number(first[0].value)} ({floor})."
         )
 
-    def _result(self, code: int, verdict: str, run: Run) -> Result:
+    def _result(self, code: int, verdict: str, run: ChildRun) -> Verification:
         notes = list(self._notes)
         if run.record.adopted:
             notes.append(
@@ -245,7 +245,9 @@ class Session:
             for use in notes_on_randomness(run.record)
         ]
         notes += run.record.notes
-        return Result(code, verdict, self._program, self._options, notes=notes, record=run.record)
+        return Verification(
+            code, verdict, self._program, self._options, notes=notes, record=run.record
+        )
 
 
 def _what(quantity: Quantity) -> str:

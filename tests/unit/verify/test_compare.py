@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from unisono.verify.compare import compare, deviation
-from unisono.verify.records import Call, ModelFacts, Record, Step
+from unisono.verify.records import ModelFacts, ProgramRecord, RecordedCall, Step
 
 
-def record(weights, loss=1.0, accuracy=0.5, num_rows=32) -> Record:
+def record(weights, loss=1.0, accuracy=0.5, num_rows=32) -> ProgramRecord:
     model = ModelFacts("net", "Sequential", variables=["net/dense/kernel", "net/dense/bias"])
     model.weights = [np.asarray(w, "float32") for w in weights]
     step = Step(0, logs={"loss": loss, "accuracy": accuracy}, num_rows=num_rows)
     step.weights = model.weights
-    return Record(models=[model], steps=[step])
+    return ProgramRecord(models=[model], steps=[step])
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_half_precision_has_its_own_limit():
 
 def test_other_calls_and_steps_are_differences():
     one, other = record([[1.0], [0.1]]), record([[1.0], [0.1]])
-    other.calls.append(Call("evaluate", 0, None))
+    other.calls.append(RecordedCall("evaluate", 0, None))
     other.steps.append(other.steps[0])
     found = compare(one, other)
     assert found.structure == [

@@ -84,7 +84,7 @@ class GradientBuckets:
         myself = weakref.ref(self)
         for bucket in self._buckets:
             for i, parameter in enumerate(bucket.parameters):
-                hook = _Hook(myself, weakref.ref(bucket), i)
+                hook = _GradientHook(myself, weakref.ref(bucket), i)
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def on_gradient(self, bucket: "_Bucket", i: int) -> None:
@@ -105,7 +105,7 @@ def _can_hook(model: keras.Model, variables: Sequence[Any]) -> bool:
     return are_cleared and len({*map(id, values)}) == len(values) > 0
 
 
-class _Hook:
+class _GradientHook:
     def __init__(
         self,
         buckets: "weakref.ref[GradientBuckets]",
