@@ -149,11 +149,8 @@ class TorchFramework:
         return native_state(model)
 
     def trial_state(self, model: Any) -> list[Callable[[], Any]]:
-        """Generators, `.grad` of variables (cleared for the trial), buffers and other tensors."""
-        import torch
-
+        """Generators, `.grad` of variables (cleared for the trial) and buffers of layers."""
         from unisono.backends.torch.devices import generators
-        from unisono.replication.introspection import values_in_attributes
 
         values = [variable.value for variable in model.trainable_variables]
         found: list[Callable[[], Any]] = [
@@ -162,15 +159,8 @@ class TorchFramework:
         ]
         for value in values:
             value.grad = None
-        kept = {id(b): b for layer in model._flatten_layers() for b in layer.buffers()}
-        for value in values_in_attributes(model):
-            # Parameters are Keras' variables, or updated by optimizers alone.
-            if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
-                kept[id(value)] = value
-        return [
-            *found,
-            *(functools.partial(b.data.copy_, b.detach().clone()) for b in kept.values()),
-        ]
+        buffers = {id(b): b for layer in model._flatten_layers() for b in layer.buffers()}
+        return [*found, *(functools.partial(b.copy_, b.clone()) for b in buffers.values())]
 
     def drawing_functions(self) -> list[tuple[Any, str]]:
         import torch
