@@ -198,8 +198,6 @@ def test_join(told):
             "hvd.allgather() is not possible once a process has called hvd.join()"
             in (found["refused"])
         )
-        assert found["bad_argument"].startswith("InvalidArgumentError: ")
-        assert "root_rank 7 is not among the ranks [0, 1]" in found["bad_argument"]
 
 
 def test_timeline(told):

@@ -323,7 +323,14 @@ def test_the_tables_are_complete():
         for path in sources
     }
     own = {name for tree in trees.values() for name in own_names(tree)}
-    own |= {"_unisono", "_unisono_horovod", "_unisono_ranks", "_unisono_save_by_function", "_exit"}
+    own |= {
+        "_unisono",
+        "_unisono_copies",
+        "_unisono_horovod",
+        "_unisono_ranks",
+        "_unisono_save_by_function",
+        "_exit",
+    }
     specs = re.sub(
         r"\(.*?\)", "", " ".join(spec for spec, _ in lines_of(KERAS + JAX + TENSORFLOW + TORCH))
     )

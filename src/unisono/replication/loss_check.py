@@ -16,6 +16,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from unisono.keras_internals import layers_of
 from unisono.launch.client import current_world
 from unisono.replication.loss_kinds import (
     MEAN,
@@ -77,6 +78,10 @@ def _find_kinds(model: keras.Model, name: str, num_rows: int, try_step: TryStep)
         assert state.trial is not None
         return state.trial
 
+    if not all(layer.built for layer in layers_of(model)):
+        # What a step builds must not be drawn alike in every row.
+        with restored(model), gathers.of(TWICE):
+            try_step(TWICE, gathers, StepState(kinds=KnownKinds(model, LossKinds()), trial=Trial()))
     part, whole = tried(TWIN, LossKinds()), tried(TWICE, LossKinds())
     judge = _Judge(model, whole)
     first = judge.kinds(part, MEAN)

@@ -19,7 +19,7 @@ import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.utils.tracking import TrackedDict, TrackedList, TrackedSet
 
-from unisono.backends.tensorflow.variables import StepSeeds
+from unisono.backends.tensorflow.variables import COPIES, StepSeeds
 
 _BASES: dict[type, type] = {
     list: list,
@@ -33,7 +33,6 @@ _BASES: dict[type, type] = {
 """Containers whose contents are kept, each with a class whose methods no tracker intercepts."""
 _LONGEST = 1000
 """Items of a container that is searched for more state: not those of a vocabulary."""
-_COPIES = "_unisono_copies"
 
 
 _KERAS_STATES = ("GLOBAL_STATE_TRACKER", "GLOBAL_SETTINGS_TRACKER")
@@ -164,7 +163,7 @@ class _BareVariables:
 
 
 def _copies_of(variable: Any, devices: list[str]) -> list[Any]:
-    copies: list[Any] = vars(variable).setdefault(_COPIES, [])
+    copies: list[Any] = vars(variable).setdefault(COPIES, [])
     if missing := devices[len(copies) :]:
         # In a thread that traces no graph: a function that makes variables is traced twice.
         with ThreadPoolExecutor(1) as outside:

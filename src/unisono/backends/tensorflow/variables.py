@@ -162,6 +162,10 @@ def _users_of(
     return models, optimizers
 
 
+COPIES = "_unisono_copies"
+"""The attribute of a tf.Variable that holds the copies of other replicas."""
+
+
 def shared_write(graph: Any, of_replicas: Iterable[Any] = ()) -> str | None:
     """Why replicas of this process cannot run a traced step: it writes to what they share.
 
@@ -178,6 +182,10 @@ def shared_write(graph: Any, of_replicas: Iterable[Any] = ()) -> str | None:
     found = gc.get_objects()
     known = _ids_of_handles(o for o in found if issubclass(type(o), keras.Variable))
     variables = {id(o.handle): o for o in found if issubclass(type(o), ResourceVariable)}
+    for variable in variables.values():
+        # In an attribute of a model: every replica has a copy, see replica_threads.
+        if copies := vars(variable).get(COPIES):
+            known |= {id(one.handle) for one in (variable, *copies)}
     shared = [variables.get(id(handle)) for handle in written if id(handle) not in known]
     name = next((variable.name for variable in shared if variable is not None), None)
     if name is None:  # Tables, iterators and the like.
