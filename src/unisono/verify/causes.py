@@ -24,7 +24,8 @@ class Cause:
 
 REMEDIES = {
     "random layer": "Nothing is wrong with it: on TensorFlow and torch each replica draws for its "
-    "own rows. Compare with --exact, which gives replicas the random numbers of one device.",
+    "own rows. On torch, --exact gives replicas the random numbers of one device; on TensorFlow, "
+    "take the random layers out to compare the rest.",
     "random op": "Draw by keras.random with a keras.random.SeedGenerator of the model, and compare "
     "with --exact.",
     "batch norm": "Leave out sync_batch_norm=False, so that batch norm sees the global batch.",

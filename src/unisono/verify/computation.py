@@ -49,11 +49,13 @@ def _switched_off(evidence: Evidence) -> tuple[list[Cause], Evidence]:
     if (batch_norm := _batch_norm(many)) is not None:
         found.append(batch_norm)
         variant = replace(variant, forces_sync=True)
-    if (random := _random_layers(many)) is not None and not variant.is_exact:
+    can_draw_alike = many.backend == "torch"
+    random = _random_layers(many)
+    if random is not None and not (can_draw_alike and variant.is_exact):
         found.append(random)
-        variant = replace(variant, is_exact=True)
-    if not found:
-        return [], evidence
+        variant = replace(variant, is_exact=variant.is_exact or can_draw_alike)
+    if variant == evidence.many.variant:
+        return found, evidence
     one = evidence.one
     if variant.is_exact and any(use.seed is None for use in one.record.random):
         one = evidence.run(replace(one.variant, is_exact=True))
@@ -108,6 +110,7 @@ def _random_layers(many: ProgramRecord) -> Cause | None:
         f"{_TITLES.get(many.backend, many.backend)}",
         "random numbers are drawn in a step",
         sites[0],
+        is_proven=False,
     )
 
 
