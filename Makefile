@@ -67,14 +67,15 @@ test-unit: $(TEST_STAMP)
 	$(PYTEST) tests/unit
 
 $(BACKENDS:%=test-%): test-%: $(TEST_STAMP)
-	KERAS_BACKEND=$* $(PYTEST) tests/backend tests/exactness tests/gpu
+	KERAS_BACKEND=$* $(PYTEST) tests/backend tests/exactness
 
 # The table of docs/exactness.md, measured anew: hours.
 exactness: $(TEST_STAMP)
 	cd tests && ../$(TEST_VENV)/bin/python -m exactness --write ../docs/exactness.md
 
 # Needs no GPU. JAX's CUDA plugin compiles for one that is described to it.
-gpu-rehearsal: $(GPU_STAMP)
+gpu-rehearsal: $(GPU_STAMP) $(TEST_STAMP)
+	KERAS_BACKEND=torch $(TEST_VENV)/bin/python -m pytest -p no:cacheprovider -q tests/gpu
 	cd tests && TF_CPP_MIN_LOG_LEVEL=3 ../$(GPU_VENV)/bin/python -m gpu --write ../docs/gpu.md
 
 # Each backend twice: a test that passes the first time and fails the second is one that replicas break.

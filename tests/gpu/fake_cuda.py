@@ -9,6 +9,7 @@ parts of torch for good.
 
 import contextlib
 import gc
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -82,8 +83,16 @@ def _set_device(device: Any) -> None:
     _current = device if isinstance(device, int) else torch.device(device).index
 
 
+_dispatching = threading.RLock()
+
+
 class _WithoutDriver(FakeTensorMode):
     avoid_device_init = property(lambda self: True)
+
+    def __torch_dispatch__(self, *args: Any, **kwargs: Any) -> Any:
+        # The mode notes in itself that an op runs, and other threads run ops meanwhile.
+        with _dispatching:
+            return super().__torch_dispatch__(*args, **kwargs)
 
 
 class _CurrentDevice(TorchFunctionMode):
@@ -289,3 +298,27 @@ class _StandIn:
 
     def _map(self, memory: Any) -> None:
         self._memory = memory
+
+
+class InlineExecutor:
+    """Runs functions at once: a fake tensor mode does not work in two threads."""
+
+    def __init__(self, *args: Any) -> None:
+        """As of a thread pool."""
+
+    def __enter__(self) -> "InlineExecutor":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Nothing is under way."""
+
+    def submit(self, function: Any, *args: Any) -> "_Ran":
+        return _Ran(function(*args))
+
+
+class _Ran:
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def result(self) -> Any:
+        return self._value

@@ -10,7 +10,7 @@ from typing import Any
 
 os.environ.setdefault("KERAS_BACKEND", "torch")
 
-from gpu.fake_cuda import StandInWorkers, fake_gpus
+from gpu.fake_cuda import InlineExecutor, StandInWorkers, fake_gpus
 
 NUM_ROWS = 8
 
@@ -21,9 +21,10 @@ def main(*names: str) -> None:
     with fake_gpus(4):
         import torch
 
-        from unisono.backends.torch import worker_pool
+        from unisono.backends.torch import batches, worker_pool
 
         worker_pool.Workers = StandInWorkers
+        batches.ThreadPoolExecutor = InlineExecutor
         for part in parts:
             if not names or part.__name__ in names:
                 torch.cuda.set_device(0)
