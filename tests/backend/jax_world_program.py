@@ -172,7 +172,7 @@ def replicas_agree() -> list[Any]:
     # Not after `fit`, at whose end all take over the chief's values.
     checksums = []
     agree = keras.callbacks.LambdaCallback(
-        on_train_batch_end=lambda *_: checksums.append(unisono.check_replicas(model))
+        on_train_batch_end=lambda batch, logs: checksums.append(unisono.check_replicas(model))
     )
     model.fit(x, x[:, :1], batch_size=7, epochs=2, verbose=0, callbacks=[agree])
     return [history["loss"], checksums]

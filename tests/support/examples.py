@@ -14,6 +14,7 @@ import functools
 import importlib
 import io
 import json
+import linecache
 import os
 import re
 import subprocess
@@ -51,8 +52,10 @@ class Block:
 
     def run(self) -> None:
         # Empty lines in front, so that a traceback shows the page's own line numbers.
-        code = compile("\n" * self.line + self.code, self.page, "exec")
-        exec(code, {"__name__": "__main__"})
+        source = "\n" * self.line + self.code
+        # AutoGraph reads the source of functions; it would find this file's lines.
+        linecache.cache[self.page] = (len(source), None, source.splitlines(True), self.page)
+        exec(compile(source, self.page, "exec"), {"__name__": "__main__"})
 
 
 def blocks(root: Path) -> list[Block]:

@@ -44,7 +44,7 @@ class WorkerProcess:
         self.rank = rank
         self.channel, theirs = Channel.pair()
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
-        self._relay: threading.Thread | None = None
+        self._relays: list[threading.Thread] = []
         with theirs:
             try:
                 self._process = subprocess.Popen(
@@ -54,16 +54,19 @@ class WorkerProcess:
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE if is_shown else self._output,
-                    stderr=subprocess.STDOUT,
+                    stderr=subprocess.PIPE if is_shown else self._output,
                     start_new_session=True,
                 )
             except BaseException:
                 self.channel.close()
                 self._output.close()
                 raise
-        if is_shown:
-            self._relay = threading.Thread(target=self._show_output, daemon=True)
-            self._relay.start()
+        # Through Python's own streams, so that a notebook shows them.
+        for pipe, name in [(self._process.stdout, "stdout"), (self._process.stderr, "stderr")]:
+            if pipe is not None:
+                relay = threading.Thread(target=self._show, args=(pipe, name), daemon=True)
+                self._relays.append(relay)
+                relay.start()
 
     @property
     def pid(self) -> int:
@@ -96,19 +99,17 @@ class WorkerProcess:
         if self.is_alive:
             self._process.kill()
         self._process.wait()
-        if self._relay is not None:
-            self._relay.join(_END_TIMEOUT_S)
+        for relay in self._relays:
+            relay.join(_END_TIMEOUT_S)
         self._output.close()
 
-    def _show_output(self) -> None:
-        pipe = self._process.stdout
-        assert pipe is not None
+    def _show(self, pipe: IO[bytes], name: str) -> None:
         with pipe:
             for line in pipe:
                 self._output.write(line)
-                # Through Python's own stream, so that a notebook shows it.
-                sys.stdout.write(line.decode(errors="replace"))
-                sys.stdout.flush()
+                stream = getattr(sys, name)
+                stream.write(line.decode(errors="replace"))
+                stream.flush()
 
     def _last_lines(self, num_lines: int = 20) -> str:
         self._output.seek(0, os.SEEK_END)

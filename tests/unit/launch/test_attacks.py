@@ -208,7 +208,10 @@ def through_relay(folder: Path, change: Change, **env: str) -> list:
 SEEDS = """
 from unisono.launch.client import current_world
 world = current_world()
-print(world.all_gather("seeds", world.seed))
+seeds = world.all_gather("seeds", world.seed)
+# A second message, since what came behind the first is read with it or not, as it happens.
+assert world.all_gather("again", world.seed) == seeds
+print(seeds)
 """
 
 
