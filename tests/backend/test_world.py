@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from own_loops import BY_HAND, LOOPS, jax_guide_in_scope, stateful_fit
+from custom_loops import BY_HAND, LOOPS, jax_guide_in_scope, stateful_fit
 
 from exactness.case import FLOAT32
 from exactness.cases import CASES
@@ -255,9 +255,9 @@ def test_a_scope_adopts_models_in_every_process(world):
     assert first == second
 
 
-def test_an_own_loop_gives_what_one_device_gives(world):
+def test_an_custom_loop_gives_what_one_device_gives(world):
     expected = [LOOPS[BACKEND](None, rows) for rows in (35, 33)]
-    for found in world.found("own_loop"):
+    for found in world.found("custom_loop"):
         actual = [[np.asarray(part) for part in loop] for loop in found]
         deviation = largest_deviation(expected, actual)
         assert deviation.value <= FLOAT32, deviation

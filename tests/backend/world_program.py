@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import numpy as np
 from callbacks_program import QUICK as CALLBACKS
-from own_loops import BY_HAND, LOOPS, jax_guide_in_scope, stateful_fit
+from custom_loops import BY_HAND, LOOPS, jax_guide_in_scope, stateful_fit
 
 import unisono
 from exactness.exercise import regression
@@ -222,7 +222,7 @@ def replicas_are_checked() -> Any:
     return [same, error_of(lambda: unisono.check_replicas(model))]
 
 
-def own_loop() -> Any:
+def custom_loop() -> Any:
     strategy = unisono.Strategy()
     loop = LOOPS[keras.backend.backend()]
     return [[np.asarray(p, "float64").tolist() for p in loop(strategy, rows)] for rows in (35, 33)]
@@ -295,7 +295,7 @@ CHECKS = [
     models_that_differ,
     another_number_of_replicas,
     replicas_are_checked,
-    own_loop,
+    custom_loop,
     gradients_by_hand,
     guide_and_stateful_layer,
     a_scope_adopts,

@@ -154,7 +154,7 @@ def serving(feed: Feed) -> AbstractContextManager[None]:
     return changing_arrays(lambda adapter: ShardedArrays(adapter, feed))
 
 
-def unshared(
+def without_shards(
     iterator: Any, plain: Callable[[Shard], Any] = lambda shard: shard.data
 ) -> Iterator[tuple[Any, Any, list[Any]]]:
     """Keras' epoch iterator with plain data in place of shards, to build a model by."""

@@ -17,10 +17,10 @@ def shard_bounds(num_rows: Any, num_replicas: int, replica: int) -> tuple[Any, A
     return num_rows * replica // num_replicas, num_rows * (replica + 1) // num_replicas
 
 
-def share_sizes(num_rows: int, num_replicas: int) -> list[int]:
+def shard_sizes(num_rows: int, num_replicas: int) -> list[int]:
     """How many rows each replica gets of a global batch.
 
-    >>> share_sizes(10, 4)
+    >>> shard_sizes(10, 4)
     [2, 3, 2, 3]
     """
     bounds = [shard_bounds(num_rows, num_replicas, r) for r in range(num_replicas)]

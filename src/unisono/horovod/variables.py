@@ -2,7 +2,7 @@
 
 The pickle of an object is transferred by the backend's collective, and its checksum by the run's
 rendezvous server, which only processes with the run's secret can talk to. An object is unpickled
-only if the two agree, so that no data of a stranger on the network is ever executed.
+only if the two agree, so that no data of anyone else on the network is ever executed.
 """
 
 import hashlib

@@ -2,7 +2,7 @@
 
 One thread serves all clients and never blocks on one of them: what cannot be sent at once is
 buffered. A client that has not proved the secret yet has a few seconds, is never parsed, and is one
-of a limited number. Where more connect, the oldest are dropped, so that a flood of strangers passes
+of a limited number. Where more connect, the oldest are dropped, so that a flood of them passes
 and clients that know the secret get in.
 """
 
@@ -28,11 +28,11 @@ from unisono.launch.wire import (
 from unisono.log import logger
 
 _TICK_S = 0.5
-_STRANGER_S = 10.0
+_UNAUTHENTICATED_S = 10.0
 _GRACE_S = 0.05
-"""How long strangers stay even where others want in: enough to prove the secret."""
-_MOST_STRANGERS = 128
-_STRANGERS_PER_FILE = 1 / 8
+"""How long a connection without a proof stays even where others want in: enough to prove."""
+_MAX_UNAUTHENTICATED = 128
+_UNAUTHENTICATED_PER_FILE = 1 / 8
 _NO_FILES_S = 0.5
 _BACKLOG = 1024
 
@@ -95,7 +95,7 @@ class Server:
         self._on_tick = on_tick
         self._connections: set[Connection] = set()
         self._newcomers: dict[Connection, None] = {}  # In the order in which they came.
-        self._most_strangers = _most_strangers()
+        self._max_unauthenticated = _max_unauthenticated()
         self._is_open = True
         self._next_check = 0.0
         self._paused_until: float | None = None
@@ -164,14 +164,14 @@ class Server:
         return max(0.0, until - time.monotonic())
 
     def _accept(self) -> None:
-        if not self._admits_stranger():
+        if not self._admits_newcomer():
             return
         try:
             sock, address = self._listener.accept()
         except (BlockingIOError, ConnectionError):
             return
         except OSError as error:  # Most likely no file descriptor is left.
-            if not self._drop_oldest_stranger():
+            if not self._drop_oldest_newcomer():
                 self._warn_once(error)
                 self._pause(_NO_FILES_S)
             return
@@ -187,25 +187,25 @@ class Server:
         self._newcomers[connection] = None
         self.write(connection, connection.handshake.greeting)
 
-    def _admits_stranger(self) -> bool:
-        """Whether one more stranger may connect, for which the oldest may be dropped."""
-        strangers = self._strangers()
-        if len(strangers) < self._most_strangers:
+    def _admits_newcomer(self) -> bool:
+        """Whether one more client may connect; the oldest one without a proof may be dropped."""
+        unauthenticated = self._unauthenticated()
+        if len(unauthenticated) < self._max_unauthenticated:
             return True
-        age_s = time.monotonic() - strangers[0].since
+        age_s = time.monotonic() - unauthenticated[0].since
         if age_s < _GRACE_S:
             self._pause(_GRACE_S - age_s)
             return False
-        return self._drop_oldest_stranger()
+        return self._drop_oldest_newcomer()
 
-    def _strangers(self) -> list[Connection]:
+    def _unauthenticated(self) -> list[Connection]:
         return [each for each in self._newcomers if each.session is None]
 
-    def _drop_oldest_stranger(self) -> bool:
-        strangers = self._strangers()
-        if strangers:
-            self._drop(strangers[0], "was dropped for newer connections")
-        return bool(strangers)
+    def _drop_oldest_newcomer(self) -> bool:
+        unauthenticated = self._unauthenticated()
+        if unauthenticated:
+            self._drop(unauthenticated[0], "was dropped for newer connections")
+        return bool(unauthenticated)
 
     def _warn_once(self, error: OSError) -> None:
         if not self._has_warned:
@@ -281,16 +281,16 @@ class Server:
         if connection not in self._connections:
             return
         text = f"{how}: {reason}" if reason else how
-        is_stranger = connection.session is None
+        is_unauthenticated = connection.session is None
         who = connection.address, self.port
-        # Anybody can trigger this for strangers, as often as they like.
-        level = logging.WARNING if reason and not is_stranger else logging.DEBUG
+        # Anybody can trigger this without a proof, as often as they like.
+        level = logging.WARNING if reason and not is_unauthenticated else logging.DEBUG
         logger.log(level, "The connection from %s to port %d %s.", *who, text)
-        if reason and not is_stranger:
+        if reason and not is_unauthenticated:
             connection.send({"dropped": reason})
         self._forget(connection)
         connection.socket.close()
-        if not is_stranger:
+        if not is_unauthenticated:
             self._on_end(connection, text)
 
     def _forget(self, connection: Connection) -> None:
@@ -307,14 +307,14 @@ class Server:
             return
         self._next_check = now + _TICK_S
         for connection in list(self._newcomers):
-            if now - connection.since > _STRANGER_S:
+            if now - connection.since > _UNAUTHENTICATED_S:
                 self._drop(connection, "did not identify itself in time")
         self._on_tick(now)
 
 
-def _most_strangers() -> int:
+def _max_unauthenticated() -> int:
     """So few that the process can still open all the files that it needs."""
     most_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most_files == resource.RLIM_INFINITY:
-        return _MOST_STRANGERS
-    return max(4, min(_MOST_STRANGERS, int(most_files * _STRANGERS_PER_FILE)))
+        return _MAX_UNAUTHENTICATED
+    return max(4, min(_MAX_UNAUTHENTICATED, int(most_files * _UNAUTHENTICATED_PER_FILE)))

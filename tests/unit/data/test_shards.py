@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.data.shards import nearest_divisible, shard_bounds, share_sizes
+from unisono.data.shards import nearest_divisible, shard_bounds, shard_sizes
 
 rows = st.integers(0, 100_000)
 counts = st.integers(1, 64)
@@ -27,7 +27,7 @@ def test_shares_are_contiguous_and_cover_the_batch(num_rows, num_replicas):
 
 @given(rows, counts)
 def test_sizes_differ_by_at_most_one(num_rows, num_replicas):
-    sizes = share_sizes(num_rows, num_replicas)
+    sizes = shard_sizes(num_rows, num_replicas)
     assert len(sizes) == num_replicas
     assert sum(sizes) == num_rows
     assert max(sizes) - min(sizes) <= 1
@@ -36,13 +36,13 @@ def test_sizes_differ_by_at_most_one(num_rows, num_replicas):
 
 @given(rows, counts)
 def test_no_replica_is_empty_unless_rows_run_out(num_rows, num_replicas):
-    assert (min(share_sizes(num_rows, num_replicas)) == 0) == (num_rows < num_replicas)
+    assert (min(shard_sizes(num_rows, num_replicas)) == 0) == (num_rows < num_replicas)
 
 
 @given(rows, counts)
 def test_the_first_replica_has_the_smallest_share(num_rows, num_replicas):
     """The first process writes all rows but its own for the others, and counts on this."""
-    sizes = share_sizes(num_rows, num_replicas)
+    sizes = shard_sizes(num_rows, num_replicas)
     assert sizes[0] == num_rows // num_replicas == min(sizes)
 
 

@@ -37,7 +37,7 @@ from unisono.backends.jax.recurrent import (
 )
 from unisono.backends.jax.state import ModelState
 from unisono.backends.jax.throttle import await_turn, note_step
-from unisono.data.arrays import unshared
+from unisono.data.arrays import without_shards
 from unisono.data.feed import Feed, Shard
 from unisono.devices import Placement
 from unisono.devices.cpu_layers import chosen_cpu_layers
@@ -290,7 +290,7 @@ class JaxTrainer:
 
     def _build(self, iterator: Any = None, data_batch: Any = None) -> Any:
         # By the shapes of a global batch, which a step sees: a stateful RNN has one state a row.
-        batches = None if iterator is None else unshared(iterator, self._global_spec)
+        batches = None if iterator is None else without_shards(iterator, self._global_spec)
         return original(self._model, "_symbolic_build")(batches, data_batch)
 
     def _global_spec(self, shard: Shard) -> Any:

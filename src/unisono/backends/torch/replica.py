@@ -15,7 +15,7 @@ import torch
 from unisono.backends.torch.batch_norm import global_moments
 from unisono.backends.torch.buckets import GradientBuckets
 from unisono.backends.torch.process_group import Group
-from unisono.data.shards import shard_bounds, share_sizes
+from unisono.data.shards import shard_bounds, shard_sizes
 from unisono.errors import StrategyError
 from unisono.replication.batch_norm import merged_moments
 from unisono.replication.step import StepState, not_reduced_error
@@ -37,7 +37,7 @@ class TorchReplica:
         """Those in which this step's gradients are reduced while backward runs, if any."""
         self.num_rows = num_rows
         self._is_replicated = is_replicated
-        self._sizes = share_sizes(num_rows, group.size)
+        self._sizes = shard_sizes(num_rows, group.size)
         self.share = 1.0 / group.size if is_replicated else self._sizes[group.rank] / num_rows
         self.metric_factor = 1.0 / group.size if is_replicated else 1.0
         self.sum_scale = 1.0 if is_replicated else 1.0 / self.share

@@ -23,7 +23,7 @@ from unisono.backends.torch.model_pickle import replicated_variables
 from unisono.backends.torch.process_group import Group, world_group
 from unisono.backends.torch.replica import TorchReplica, check_equal
 from unisono.backends.torch.worker_pool import WorkerPeers
-from unisono.data.arrays import unshared
+from unisono.data.arrays import without_shards
 from unisono.data.feed import Feed, Shard
 from unisono.devices import Placement
 from unisono.hooks import bind, original, unbind
@@ -122,7 +122,7 @@ class TorchTrainer:
 
     def _build(self, iterator: Any = None, data_batch: Any = None) -> None:
         data_batch = data_batch.data if isinstance(data_batch, Shard) else data_batch
-        batches = iterator if iterator is None or self.feed is None else unshared(iterator)
+        batches = iterator if iterator is None or self.feed is None else without_shards(iterator)
         original(self._model, "_symbolic_build")(batches, data_batch)
         self._copy.replication.prepare()
         self._peers.was_built()

@@ -2,11 +2,11 @@
 
 import functools
 
+import custom_loops
 import keras
 import numpy as np
-import own_loops
 import pytest
-from own_loops import BY_HAND, LOOPS, NATIVE
+from custom_loops import BY_HAND, LOOPS, NATIVE
 from twins import BACKEND, TOLERANCE, apart
 
 import unisono
@@ -48,7 +48,7 @@ def test_a_loop_without_tf_function():
 @pytest.mark.parametrize("replicas", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_loop_agrees_in_every_process(replicas):
     options = [{}, {"averages": True}]
-    every = unisono.spawn(own_loops.in_each_process, (LOOP, ROWS, options), replicas=replicas)
+    every = unisono.spawn(custom_loops.in_each_process, (LOOP, ROWS, options), replicas=replicas)
     assert len(every) == replicas
     expected = [on_one_device(count, **more) for count in ROWS for more in options]
     for found in every:
@@ -58,12 +58,12 @@ def test_the_loop_agrees_in_every_process(replicas):
 
 @pytest.fixture(scope="module")
 def natively():
-    return unisono.spawn(own_loops.natively_in_each_process, replicas=2)
+    return unisono.spawn(custom_loops.natively_in_each_process, replicas=2)
 
 
 @only_torch
 def test_optimizers_of_torch_agree_with_one_device(natively):
-    expected = [own_loops.torch_native_loop(None, count, how=how) for count, how in NATIVE]
+    expected = [custom_loops.torch_native_loop(None, count, how=how) for count, how in NATIVE]
     for found in natively:
         for case, one, other in zip(NATIVE, expected, found["loops"], strict=True):
             assert apart(one, other) <= TOLERANCE, case
@@ -72,7 +72,7 @@ def test_optimizers_of_torch_agree_with_one_device(natively):
 @only_torch
 def test_the_guides_loop_for_torch_agrees_as_it_stands(natively):
     first, second = natively
-    expected, _ = own_loops.guide_loop(own_loops.batches(35))
+    expected, _ = custom_loops.guide_loop(custom_loops.batches(35))
     assert apart(expected, first["same"]) <= TOLERANCE
     assert apart(first["same"], second["same"]) == 0
     assert first["checksums"] == second["checksums"]
@@ -82,8 +82,8 @@ def test_the_guides_loop_for_torch_agrees_as_it_stands(natively):
 @only_torch
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_an_optimizer_of_torch_in_a_models_own_step(reduction):
-    found = own_loops.native_fit(lambda model: unisono.parallel(model, replicas=2), reduction)
-    assert apart(own_loops.native_fit(lambda model: model, reduction), found) <= TOLERANCE
+    found = custom_loops.native_fit(lambda model: unisono.parallel(model, replicas=2), reduction)
+    assert apart(custom_loops.native_fit(lambda model: model, reduction), found) <= TOLERANCE
 
 
 @on_one_process
@@ -95,10 +95,10 @@ def test_gradients_reduced_by_hand_agree_with_one_device(loop, how):
 
 @pytest.mark.skipif(BACKEND != "jax", reason="elsewhere a replica sees its own rows only")
 def test_the_guides_loop_in_a_scope_and_a_stateful_layer_agree():
-    found = own_loops.jax_guide_in_scope(unisono.Strategy(replicas=2))
-    assert apart(own_loops.jax_guide_in_scope(None), found) <= TOLERANCE
-    found = own_loops.stateful_fit(lambda model: unisono.parallel(model, replicas=2))
-    assert apart(own_loops.stateful_fit(lambda model: model), found) <= TOLERANCE
+    found = custom_loops.jax_guide_in_scope(unisono.Strategy(replicas=2))
+    assert apart(custom_loops.jax_guide_in_scope(None), found) <= TOLERANCE
+    found = custom_loops.stateful_fit(lambda model: unisono.parallel(model, replicas=2))
+    assert apart(custom_loops.stateful_fit(lambda model: model), found) <= TOLERANCE
 
 
 @only_tensorflow
@@ -106,7 +106,7 @@ def test_gradients_that_were_not_all_reduced():
     import tensorflow as tf
 
     with pytest.raises(tf.errors.InvalidArgumentError, match=r"through reduce_gradients"):
-        own_loops.tensorflow_by_hand(unisono.Strategy(replicas=2), how="not_all")
+        custom_loops.tensorflow_by_hand(unisono.Strategy(replicas=2), how="not_all")
 
 
 @only_tensorflow
@@ -116,7 +116,7 @@ def test_a_variable_of_tensorflow_that_replicas_share():
     # TensorFlow makes it an error of its own on the way out of a tf.function.
     strategy = unisono.Strategy(replicas=2)
     with pytest.raises(Exception, match=r"StrategyError: .*Make it a keras\.Variable"):
-        own_loops.tensorflow_by_hand(strategy, how="accumulate", accumulator=tf.Variable)
+        custom_loops.tensorflow_by_hand(strategy, how="accumulate", accumulator=tf.Variable)
 
 
 @only_tensorflow
