@@ -29,18 +29,18 @@ def step_options(device: Any, gradient_bytes: int) -> dict[str, Any]:
     options = {
         name: value
         for name, value in {_SCHEDULER: True, _BUCKET: bucket}.items()
-        if name not in flags and _is_known(device, name)  # What the user has decided stays.
+        if name not in flags and _is_known(device, name, value)  # What the user has decided stays.
     }
     return {"compiler_options": options} if options else {}
 
 
 @functools.cache
-def _is_known(device: Any, name: str) -> bool:
+def _is_known(device: Any, name: str, value: bool | int) -> bool:
     """Whether this release of XLA has an option; it refuses to compile with an unknown one."""
     where = jax.sharding.SingleDeviceSharding(device)
     number = jax.ShapeDtypeStruct((), "float32", sharding=where)
     try:
-        jax.jit(lambda x: x + 1, compiler_options={name: 1}).lower(number).compile()
+        jax.jit(lambda x: x + 1, compiler_options={name: value}).lower(number).compile()
     except Exception as error:
         if name not in str(error):
             raise
