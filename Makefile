@@ -29,15 +29,16 @@ DEMO_PACKAGE = $(DEMO_$(shell echo $(DEMO_BACKEND) | tr a-z A-Z))
 DEMO_VENV := .venv-demo
 TEST_VENV := .venv-test
 DEMO_STAMP = $(DEMO_VENV)/.installed-$(DEMO_BACKEND)
-GPU_VENV := .venv-gpu-rehearsal
-GPU_STAMP := $(GPU_VENV)/.installed
+GPU_PLUGIN := $(TEST_VENV)/gpu-plugin
+GPU_STAMP := $(TEST_VENV)/.installed-gpu-plugin
 LINT_STAMP := $(TEST_VENV)/.installed-lint
 TEST_STAMP := $(TEST_VENV)/.installed-test
 INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints-test.txt
 REQUIREMENTS := pyproject.toml constraints-test.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-unit exactness gpu-rehearsal trainer-tests $(BACKENDS:%=test-%) lint format clean
+.PHONY: help demo test test-unit test-gpu exactness gpu-plugin gpu-rehearsal trainer-tests \
+  $(BACKENDS:%=test-%) lint format clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -60,7 +61,7 @@ PYTEST = COVERAGE_FILE=.coverage.$@ TF_CPP_MIN_LOG_LEVEL=2 \
 
 test: lint $(TEST_STAMP)
 	@rm -f .coverage .coverage.*
-	$(MAKE) --no-print-directory -k -j2 -O $(BACKENDS:%=test-%) test-unit
+	$(MAKE) --no-print-directory -k -j2 -O $(BACKENDS:%=test-%) test-unit test-gpu
 	$(if $(COVERAGE),@$(TEST_VENV)/bin/coverage combine -q && $(TEST_VENV)/bin/coverage report)
 
 test-unit: $(TEST_STAMP)
@@ -73,10 +74,16 @@ $(BACKENDS:%=test-%): test-%: $(TEST_STAMP)
 exactness: $(TEST_STAMP)
 	cd tests && ../$(TEST_VENV)/bin/python -m exactness --write ../docs/exactness.md
 
-# Needs no GPU. JAX's CUDA plugin compiles for one that is described to it.
+# Needs no GPU. JAX's CUDA plugin compiles for one that is described to it; where it is not installed
+# (`make gpu-plugin`), JAX's part is skipped.
+test-gpu: $(TEST_STAMP)
+	KERAS_BACKEND=torch PYTHONPATH=$(abspath $(GPU_PLUGIN)) $(PYTEST) tests/gpu
+
 gpu-rehearsal: $(GPU_STAMP) $(TEST_STAMP)
-	KERAS_BACKEND=torch $(TEST_VENV)/bin/python -m pytest -p no:cacheprovider -q tests/gpu
-	cd tests && TF_CPP_MIN_LOG_LEVEL=3 ../$(GPU_VENV)/bin/python -m gpu --write ../docs/gpu.md
+	cd tests && TF_CPP_MIN_LOG_LEVEL=3 PYTHONPATH=$(abspath $(GPU_PLUGIN)) \
+	  ../$(TEST_VENV)/bin/python -m gpu --write ../docs/gpu.md
+
+gpu-plugin: $(GPU_STAMP)
 
 # Each backend twice: a test that passes the first time and fails the second is one that replicas break.
 TRAINER_TESTS = $$($(TEST_VENV)/bin/python -c "import keras; print(keras.__path__[0])")/src/trainers/trainer_test.py
@@ -97,7 +104,7 @@ format: $(LINT_STAMP)
 	$(TEST_VENV)/bin/ruff format .
 
 clean:
-	rm -rf $(DEMO_VENV) $(TEST_VENV) $(GPU_VENV) demo-results build dist htmlcov .coverage .coverage.*
+	rm -rf $(DEMO_VENV) $(TEST_VENV) demo-results build dist htmlcov .coverage .coverage.*
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -122,11 +129,10 @@ $(LINT_STAMP): $(REQUIREMENTS)
 	$(TEST_VENV)/bin/python $(INSTALL) -e ".[lint]"
 	@touch $@
 
-$(GPU_STAMP): $(REQUIREMENTS)
-	$(call make_venv,$(GPU_VENV))
-	$(GPU_VENV)/bin/python $(INSTALL) torch
-	$(GPU_VENV)/bin/python $(INSTALL) "jax[cuda12]"
-	$(GPU_VENV)/bin/python $(INSTALL) -e ".[all,test]"
+# Beside the environment and without CUDA's libraries: in it, every program would look for a GPU.
+$(GPU_STAMP): $(TEST_STAMP)
+	$(TEST_VENV)/bin/python $(INSTALL) --no-deps --target $(GPU_PLUGIN) --upgrade \
+	  jax-cuda12-plugin jax-cuda12-pjrt
 	@touch $@
 
 # torch first and alone, so that the pinned version is settled before anything else asks for it.

@@ -33,6 +33,15 @@ def start(*words: object) -> subprocess.Popen:
     )
 
 
+# What is found out about the program is the same on every backend, and takes half a minute each.
+on_jax = pytest.mark.skipif(
+    BACKEND != "jax", reason="found in the same way on JAX, and tested there"
+)
+on_torch = pytest.mark.skipif(
+    BACKEND != "torch", reason="found in the same way on torch, and tested there"
+)
+
+
 def verify(*words: object) -> tuple[int, dict]:
     """The exit code and the JSON of a verification of three steps."""
     process = start("--json", "--steps", 3, *words)
@@ -52,6 +61,7 @@ def test_a_right_program_passes():
     assert found["causes"] == []
 
 
+@on_jax
 def test_a_scaled_learning_rate_is_named_with_its_line():
     code, found = verify(PROGRAM, "rate")
     assert code == 1
@@ -64,6 +74,7 @@ def test_a_scaled_learning_rate_is_named_with_its_line():
 
 
 @pytest.mark.slow
+@on_jax
 def test_a_scaled_batch_is_named_and_can_be_compared():
     code, found = verify(PROGRAM, "batch")
     assert code == 1
@@ -74,6 +85,7 @@ def test_a_scaled_batch_is_named_and_can_be_compared():
 
 
 @pytest.mark.slow
+@on_torch
 def test_data_without_a_seed_is_named_and_can_be_seeded():
     code, found = verify(PROGRAM, "unseeded")
     assert code == 1
@@ -83,6 +95,7 @@ def test_data_without_a_seed_is_named_and_can_be_seeded():
 
 
 @pytest.mark.slow
+@on_torch
 def test_data_that_differs_by_process_is_named():
     assert verify("--processes", PROGRAM, "right")[0] == 0
     code, found = verify("--processes", PROGRAM, "by process")

@@ -3,7 +3,7 @@
     python -m gpu [--parts jax,tensorflow,torch] [--write docs/gpu.md] [--json rows.json]
                   [--rows more.json]
 
-Exits with 1 when a target is not met.
+Exits with 1 when a target is not met, but for the misses that are known (`Row.known_miss`).
 """
 
 import argparse
@@ -50,7 +50,7 @@ def main() -> int:
     for row in missed:
         found = f"{row.value:g}, not {row.target}"
         print(f"{row.backend}, {row.net}: {row.metric} is {found}", file=sys.stderr)
-    return 1 if missed or not rows else 0
+    return 1 if any(row.is_failure for row in rows) or not rows else 0
 
 
 if __name__ == "__main__":

@@ -12,12 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gpu.nets import NETS
 from gpu.results import Row, write_rows
 
-NETS = ("minigooglenet", "resnet50", "lstm", "transformer")
 GPUS = 4
 UNDIVIDED = ("lstm", 4 * 64 + 2)
 """A net, and a global batch that does not divide by the GPUs."""
+KNOWN_MEMORY = {"minigooglenet": 1.11}
+"""Of one GPU: the scheduler that overlaps collectives keeps one activation (24 MiB) for longer."""
 # How fast the kernels are does not matter, since none runs.
 QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
@@ -54,6 +56,7 @@ def _rows(net: str, own: Any, peer: Any, plain: Any) -> list[Row]:
         return Row("jax", net, metric, own[key] / per, peer=peer[key] / per, **target)
 
     memory, kernels = plain["temporary_mib"], plain["kernels"]
+    miss = {"known_miss": KNOWN_MEMORY[net]} if net in KNOWN_MEMORY else {}
     return [
         row("collectives", "collectives"),
         row("MiB in collectives", "mib"),
@@ -62,7 +65,7 @@ def _rows(net: str, own: Any, peer: Any, plain: Any) -> list[Row]:
         row("all-gathers of activations", "gathers", at_most=0),
         row("MiB gathered", "gathered_mib", at_most=0),
         row("temporary MiB per GPU", "temporary_mib"),
-        row("… × one GPU with plain Keras", "temporary_mib", memory, at_most=1.05),
+        row("… × one GPU with plain Keras", "temporary_mib", memory, at_most=1.05, **miss),
         row("kernels × one GPU with plain Keras", "kernels", kernels),
     ]
 

@@ -4,11 +4,12 @@ from typing import Any
 
 import numpy as np
 
+NETS = ("minigooglenet", "resnet50", "lstm", "transformer")
 PER_GPU = {"minigooglenet": 64, "resnet50": 64, "lstm": 64, "transformer": 32}
 
 
-def make(name: str) -> Any:
-    """A compiled net."""
+def make(name: str, image_size: int = 224) -> Any:
+    """A compiled net; `image_size` is that of ResNet50."""
     import keras
 
     from unisono.bench.nets import minigooglenet
@@ -16,7 +17,7 @@ def make(name: str) -> Any:
     if name == "minigooglenet":
         model = minigooglenet()
     elif name == "resnet50":
-        model = keras.applications.ResNet50(weights=None)
+        model = keras.applications.ResNet50(weights=None, input_shape=(image_size, image_size, 3))
     elif name == "lstm":
         model = _lstm()
     else:
@@ -25,12 +26,13 @@ def make(name: str) -> Any:
     return model
 
 
-def data(name: str, num_rows: int) -> tuple[Any, Any]:
+def data(name: str, num_rows: int, image_size: int = 224) -> tuple[Any, Any]:
     """Inputs and labels; their values do not matter."""
     labels = np.zeros(num_rows, "int32")
     if name == "transformer":
         return np.zeros((num_rows, 128), "int32"), labels
-    shape = {"minigooglenet": (32, 32, 3), "resnet50": (224, 224, 3), "lstm": (50, 64)}[name]
+    resnet50 = (image_size, image_size, 3)
+    shape = {"minigooglenet": (32, 32, 3), "resnet50": resnet50, "lstm": (50, 64)}[name]
     return np.zeros((num_rows, *shape), "float32"), labels
 
 

@@ -27,7 +27,7 @@ FOLDER = Path(__file__).parent
 @pytest.fixture(scope="module")
 def steps():
     """One step of a net with batch norms, on each replica and on plain Keras."""
-    return torch_steps.run_nets("MiniGoogLeNet")
+    return torch_steps.run_nets("minigooglenet")
 
 
 def check_waits(steps):
@@ -51,18 +51,18 @@ def check_collectives(steps):
 
 def test_no_wait_beyond_plain_keras(steps):
     for each in steps:
-        check_waits(each["MiniGoogLeNet"])
+        check_waits(each["minigooglenet"])
 
 
 def test_collectives_and_their_times(steps):
     for each in steps:
-        check_collectives(each["MiniGoogLeNet"])
+        check_collectives(each["minigooglenet"])
 
 
 @pytest.mark.slow
 def test_resnet50():
-    for each in torch_steps.run_nets("ResNet50"):
-        found = each["ResNet50"]
+    for each in torch_steps.run_nets("resnet50"):
+        found = each["resnet50"]
         check_waits(found)
         check_collectives(found)
         kernels = [record.kernels["forward"] for record in (found.plain, found.parallel)]
@@ -78,11 +78,11 @@ def with_a_blocking_copy():
         return mean * torch.tensor(1.0, device=x.device), variance
 
     TorchReplica.moments = moments
-    return torch_steps.record_nets(("MiniGoogLeNet",))
+    return torch_steps.record_nets(("minigooglenet",))
 
 
 def test_a_blocking_copy_on_the_path_is_caught():
-    found = torch_steps.run(with_a_blocking_copy)[0]["MiniGoogLeNet"]
+    found = torch_steps.run(with_a_blocking_copy)[0]["minigooglenet"]
     with pytest.raises(AssertionError, match=r"sends a value at .*test_torch_step\.py"):
         check_waits(found)
 

@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def measured() -> list[tuple[str, str, Any]]:
-    from gpu.torch_nets import NETS
+    from gpu.nets import NETS
     from gpu.torch_steps import run_nets
 
     steps = run_nets(*NETS)[0]

@@ -8,12 +8,13 @@ from typing import Any
 import keras
 
 import unisono
+from gpu import nets
 from gpu.recorder import Record, recording
-from gpu.torch_nets import batch, make
 
 NUM_REPLICAS = 2
 NUM_ROWS = 4
-"""Of a replica."""
+"""Of a replica: kernels, collectives and waits do not depend on it, nor on the size of images."""
+IMAGE_SIZE = 32
 NUM_WARM_UP = 2
 CPU_LAYERS = "UNISONO_CPU_LAYERS"
 
@@ -49,10 +50,11 @@ def record_nets(names: Sequence[str]) -> dict[str, Steps]:
 
 
 def record_net(name: str) -> Steps:
-    plain = _record(make(name), *batch(name, NUM_ROWS))
-    model = make(name)
+    plain = _record(nets.make(name, IMAGE_SIZE), *nets.data(name, NUM_ROWS, IMAGE_SIZE))
+    model = nets.make(name, IMAGE_SIZE)
     unisono.parallel(model)
-    parallel = _record(model, *batch(name, NUM_ROWS * unisono.topology().world_size))
+    num_rows = NUM_ROWS * unisono.topology().world_size
+    parallel = _record(model, *nets.data(name, num_rows, IMAGE_SIZE))
     variables = model.trainable_variables
     return Steps(
         plain,
