@@ -101,6 +101,16 @@ def test_all_begin_with_the_chiefs_weights_and_stay_equal(world):
     assert len(first["predict"]) == 23
 
 
+@pytest.mark.skipif(BACKEND == "tensorflow", reason="gRPC's threads share the process' cores")
+def test_gloo_communicates_on_all_cores(world):
+    """On the one core of its process, its thread would keep the other from releasing a lock."""
+    cores = sorted(os.sched_getaffinity(0))
+    for own, *others in world.found("communication_threads"):
+        assert others
+        assert all(each == cores for each in others)
+        assert set(own) < set(cores) or len(cores) < 2
+
+
 def test_one_process_may_compute_with_the_values_alone(world):
     first, second = world.found("a_rank_may_compute_alone")
     assert isinstance(first, float)

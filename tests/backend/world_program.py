@@ -83,6 +83,13 @@ def begins_with_the_chiefs_weights() -> Any:
     return {**fit(model), "predict": model.predict(TASK.x_test, verbose=0).tolist()}
 
 
+def communication_threads() -> Any:
+    """The cores of this process, and those of each thread that interrupts no other."""
+    threads = map(int, os.listdir("/proc/self/task"))
+    batch = [each for each in threads if os.sched_getscheduler(each) == os.SCHED_BATCH]
+    return [sorted(os.sched_getaffinity(each)) for each in (0, *batch)]
+
+
 def a_rank_may_compute_alone() -> Any:
     model = make()
     fit(model, epochs=1)
@@ -280,6 +287,7 @@ def error_of(call: Any) -> str:
 CHECKS = [
     facts,
     begins_with_the_chiefs_weights,
+    communication_threads,
     a_rank_may_compute_alone,
     chief_changes_values,
     others_do_not_win,

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from unisono.backends.gloo_threads import placed_apart
 from unisono.backends.jax.coordination_service import hold_connection
 from unisono.backends.jax.internals import (
     connect_to_service,
@@ -99,7 +100,7 @@ def _start_service(world: World, sources: set[str]) -> str:
 
 def _set_up_cpu_collectives(world: World, sources: set[str]) -> None:
     def make_collectives() -> Any:
-        with OnlyFrom(sources, host=world.host):
+        with OnlyFrom(sources, host=world.host), placed_apart():
             return gloo_collectives(world.host)
 
     jax.config.update("jax_cpu_get_local_topology_timeout_minutes", _FIRST_USE_MINUTES)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from unisono.backends.gloo_threads import placed_apart
 from unisono.errors import PeerLostError, StrategyError
 from unisono.launch.client import World, current_world
 from unisono.launch.network import interface_of
@@ -63,7 +64,8 @@ class Group:
         self._store = store  # torch does not keep a store alive that is written in Python.
         self._sockets: Any = None
         if device.type == "cpu":
-            self._sockets = dist.ProcessGroupGloo.create_device(hostname=host)
+            with placed_apart():
+                self._sockets = dist.ProcessGroupGloo.create_device(hostname=host)
         self._group = self._communicator("")
         self._in_background: Any = None
 
