@@ -56,8 +56,8 @@ def _transformer() -> Any:
     from keras import layers
 
     tokens = keras.Input((128,), dtype="int32")
-    x = layers.Embedding(8192, 256)(tokens)
-    x = x + layers.Embedding(128, 256)(keras.ops.arange(128))
+    positions = keras.ops.zeros_like(tokens) + keras.ops.arange(128, dtype="int32")
+    x = layers.Embedding(8192, 256)(tokens) + layers.Embedding(128, 256)(positions)
     for _ in range(4):
         attended = layers.MultiHeadAttention(8, 32)(x, x)
         x = layers.LayerNormalization()(x + layers.Dropout(0.1)(attended))
