@@ -21,12 +21,19 @@ AT_MOST = {
 }
 
 
+KNOWN_MISSES = {("lstm", "first gradients in flight, as a fraction of backward"): 0.6}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     found = measured()
     rows = [
-        Row("torch", net, metric, value, at_most=AT_MOST.get(metric))
+        Row(
+            *("torch", net, metric, value),
+            at_most=AT_MOST.get(metric),
+            known_miss=KNOWN_MISSES.get((net, metric)),
+        )
         for net, metric, value in found
         if value is not None
     ]
