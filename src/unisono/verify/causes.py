@@ -35,7 +35,7 @@ REMEDIES = {
     "where it gets the rows of all replicas.",
     "unseeded data": "Give it a seed: np.random.default_rng(0), random.Random(0); or compare with "
     "--exact, which does it for you.",
-    "shuffle": "Write shuffle(..., seed=0).",
+    "shuffle": "Write shuffle(..., seed=0), or give a DataLoader a generator with a seed.",
     "seed": "Use a constant seed, the same for any number of replicas.",
     "global batch": "Keep the batch size that fit is given independent of the number of replicas: "
     "it is that of the global batch. To compare at the scaled batch, use --same-batch.",

@@ -102,24 +102,51 @@ def compare(
     raised = _raised(noise, _TIMES_NOISE) | {}
     for quantity, value in _raised(rounding, _TIMES_ROUNDING).items():
         raised[quantity] = max(value, raised.get(quantity, 0.0))
+    other = _with_names_of(one, other)
     first, second = quantities(one), quantities(other)
     result = Comparison(structure=_structure(one, other))
+    fractions = {
+        quantity
+        for quantity, value in first.items()
+        if quantity in second and _is_fraction(value) and _is_fraction(second[quantity])
+    }
     for quantity, value in first.items():
         if quantity in second:
             limit = max(limits[max(quantity.model, 0)], raised.get(quantity, 0.0))
             result.differences.append(
                 Difference(quantity, deviation(value, second[quantity]), limit)
             )
-    return _with_flips(result, one)
+    return _with_flips(result, one, fractions)
 
 
-def _with_flips(comparison: Comparison, record: ProgramRecord) -> Comparison:
+def _with_names_of(one: ProgramRecord, other: ProgramRecord) -> ProgramRecord:
+    """The other record with the names of the first, where its variables are the same in number.
+
+    Their paths depend on when a subclassed model is built, which replicas do before a step.
+    """
+    models = [
+        dataclasses.replace(theirs, variables=mine.variables)
+        if list(map(np.shape, mine.weights)) == list(map(np.shape, theirs.weights))
+        else theirs
+        for mine, theirs in zip(one.models, other.models, strict=False)
+    ]
+    return dataclasses.replace(other, models=[*models, *other.models[len(models) :]])
+
+
+def _is_fraction(value: Any) -> bool:
+    return bool(np.all((np.asarray(value) >= 0) & (np.asarray(value) <= 1)))
+
+
+def _with_flips(
+    comparison: Comparison, record: ProgramRecord, fractions: set[Quantity]
+) -> Comparison:
     """Allow for a few rows that rounding puts on the other side of a decision, as in accuracy.
 
-    Only where all that is continuous agrees: weights, optimizer state, losses and predictions.
+    Only where all that is continuous agrees: weights, optimizer state, losses, predictions, and
+    metrics that are no fraction of the rows.
     """
     large = [d for d in comparison.differences if d.is_large]
-    if not large or any(not _is_count(d.quantity) for d in large):
+    if not large or any(not (_is_count(d.quantity) and d.quantity in fractions) for d in large):
         return comparison
     flips = _FLIPS_AT_ROUNDING
     weights = comparison.largest("weights")

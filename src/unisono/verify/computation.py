@@ -264,7 +264,15 @@ def _stateful(evidence: Evidence) -> Iterator[Cause]:
 def _layer_state(evidence: Evidence) -> Iterator[Cause]:
     first = evidence.comparison.first_large()
     models = evidence.many.record.models
-    for difference in first:
+    # The loss of a step may differ by a state that the same step has written.
+    later = [
+        each
+        for each in evidence.comparison.differences
+        if each.is_large and first and each.quantity.step == first[0].quantity.step
+        if each.quantity.kind == "weights"
+    ]
+    most = sorted(later, key=lambda each: -each.value)[:1]
+    for difference in [*first, *most]:
         quantity = difference.quantity
         if quantity.kind != "weights" or quantity.model < 0:
             continue

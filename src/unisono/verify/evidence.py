@@ -86,6 +86,8 @@ def first_other_batch(
 
 def starts_differ(one: ProgramRecord, other: ProgramRecord) -> bool:
     for mine, theirs in zip(one.models, other.models, strict=False):
+        if mine.is_built_late or theirs.is_built_late:
+            continue
         pairs = zip(mine.start, theirs.start, strict=False)
         if any(not np.array_equal(a, b, equal_nan=True) for a, b in pairs):
             return True

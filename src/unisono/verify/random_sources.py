@@ -36,6 +36,7 @@ class RandomSources:
         self._seed = seed
         self._is_exact = is_exact
         self._num_given = 0
+        self._is_seeding = False
 
     def install(self) -> None:
         """Hook what is imported, and frameworks once they are."""
@@ -44,8 +45,9 @@ class RandomSources:
         random.Random.seed = self._seed_of_python(random.Random.seed)  # type: ignore[method-assign]
         for owner, name in ((random, "seed"), (np.random, "seed"), (np.random, "default_rng")):
             self._watch_seeding(owner, name)
+        np.random.RandomState = self._watched_random_state()  # type: ignore[misc]
         after_import("tensorflow", self._install_tensorflow)
-        after_import("torch", lambda torch: self._watch_seeding(torch, "manual_seed"))
+        after_import("torch", self._install_torch)
         after_import("keras", lambda keras: self._watch_seeding(keras.utils, "set_random_seed"))
 
     def _install_tensorflow(self, tensorflow: Any) -> None:
@@ -66,15 +68,57 @@ class RandomSources:
 
         kind.shuffle = shuffle
 
+    def _install_torch(self, torch: Any) -> None:
+        self._watch_seeding(torch, "manual_seed")
+        kind = importlib.import_module("torch.utils.data").DataLoader
+        plain = kind.__init__
+
+        @functools.wraps(plain)
+        def init(
+            loader: Any,
+            dataset: Any,
+            batch_size: Any = 1,
+            shuffle: Any = None,
+            *rest: Any,
+            **more: Any,
+        ) -> None:
+            if shuffle and more.get("generator") is None and (site := _caller()) is not None:
+                self._note(RandomUse("shuffle", site))
+            plain(loader, dataset, batch_size, shuffle, *rest, **more)
+
+        kind.__init__ = init
+
     def _entropy_of_numpy(self, plain: Callable[[int], int]) -> Callable[[int], int]:
         def randbits(count: int) -> int:
             site = _caller()
-            if site is None:
+            if site is None or self._is_seeding:
                 return plain(count)
             self._note(RandomUse("numpy", site))
             return self._next_seed() % 2**count if self._is_exact else plain(count)
 
         return randbits
+
+    def _watched_random_state(self) -> Any:
+        """NumPy's old generator, which asks for entropy also where it is given a seed."""
+        sources, plain = self, np.random.RandomState
+        base: Any = plain
+
+        class AnyRandomState(type):
+            def __instancecheck__(cls, found: Any) -> bool:
+                return isinstance(found, plain)
+
+        class RandomState(base, metaclass=AnyRandomState):
+            def __init__(self, seed: Any = None) -> None:
+                if seed is not None and (site := _caller()) is not None:
+                    what = "numpy.random.RandomState"
+                    sources._note(RandomUse(what, site, repr(seed)[:80]))
+                sources._is_seeding = seed is not None
+                try:
+                    super().__init__(seed)
+                finally:
+                    sources._is_seeding = False
+
+        return RandomState
 
     def _seed_of_python(self, plain: Callable[..., None]) -> Callable[..., None]:
         def seed(generator: Any, a: Any = None, version: int = 2) -> None:

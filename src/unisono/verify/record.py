@@ -184,8 +184,10 @@ class ProgramRecorder:
 
     def note_step_draws(self, model: Any, name: str) -> None:
         """A generator's state has changed while a step ran."""
-        methods = self.facts_of(model).own_methods
-        site = methods.get("train_step") or methods.get("compute_loss")
+        facts = self.facts_of(model)
+        own = [facts.own_methods.get("train_step"), facts.own_methods.get("compute_loss")]
+        own += [layer.site for layer in facts.layers if layer.is_custom]
+        site = next(filter(None, own), None)
         if site is not None:
             self._note_draw(RandomUse(name, site))
 
@@ -213,8 +215,8 @@ class ProgramRecorder:
     def facts_of(self, model: Any) -> ModelFacts:
         return self.record.models[self.index_of(model)]
 
-    def begin(self, model: Any) -> None:
-        """A model is about to be trained, and is built."""
+    def begin(self, model: Any, *, is_late: bool = False) -> None:
+        """A model is about to be trained, and is built; `is_late`: by its first step."""
         from unisono.verify.facts import describe_model, model_variables
 
         facts = self.facts_of(model)
@@ -225,6 +227,7 @@ class ProgramRecorder:
         if self.settings.perturbs:
             self._perturb(model, facts.dtype)
         facts.start = [sample(to_numpy(v), _MOST_IN_STEP) for v in model_variables(model)]
+        facts.is_built_late = is_late
 
     def _perturb(self, model: Any, dtype: str) -> None:
         """Change weights in their last bits, as another order of additions does."""
@@ -253,7 +256,7 @@ class ProgramRecorder:
         facts = self.facts_of(model)
         weights, slots = model_variables(model), optimizer_variables(model, self._loop_optimizers)
         if len(weights) != len(facts.variables) or len(slots) != len(facts.optimizer_variables):
-            self.begin(model)  # A step has built the rest of it.
+            self.begin(model, is_late=True)  # A step has built the rest of it.
         return Step(
             model=self.index_of(model),
             weights=[sample(to_numpy(v), _MOST_IN_STEP) for v in weights],
@@ -339,7 +342,7 @@ class ProgramRecorder:
             self._is_inside, self._call = False, ""
         if name == "train_on_batch":
             if not self.facts_of(model).start:
-                self.begin(model)
+                self.begin(model, is_late=True)
             self.add_step(model, {}, batch=None)
         for step, batch in zip(self.record.steps[call.first_step :], self._batches, strict=False):
             step.data, step.num_rows = batch

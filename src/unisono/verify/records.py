@@ -131,6 +131,8 @@ class ModelFacts:
     mixing: Mixing = Mixing()
     start: list[Any] = field(default_factory=list)
     """Samples of the variables before the first step."""
+    is_built_late: bool = False
+    """Whether its first step has built it, so that they are of later."""
     weights: list[Any] = field(default_factory=list)
     optimizer_state: list[Any] = field(default_factory=list)
     """Of the end of the program."""

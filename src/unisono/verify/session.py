@@ -241,7 +241,7 @@ class VerifySession:
             )
         notes += [
             f"{use.site}: a shuffle without a seed. Here it has the seed of `unisono verify`; two "
-            "plain runs differ. Write shuffle(..., seed=0)."
+            "plain runs differ. Give it one, or call keras.utils.set_random_seed(0) before it."
             for use in notes_on_randomness(run.record)
         ]
         notes += run.record.notes

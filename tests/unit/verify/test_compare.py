@@ -55,6 +55,20 @@ def test_a_row_may_change_sides_where_all_else_agrees(accuracy, is_same):
     assert not compare(one, record([[1.0], [0.2]], accuracy=accuracy)).is_same
 
 
+def test_a_metric_that_is_no_fraction_of_the_rows_must_agree():
+    one = record([[1.0], [0.1]], accuracy=2.03)
+    assert not compare(one, record([[1.0], [0.1]], accuracy=2.01)).is_same
+
+
+def test_variables_may_have_other_paths():
+    one, other = record([[1.0], [0.1]]), record([[1.0], [0.1]])
+    other.models[0] = dataclasses.replace(other.models[0], variables=["kernel", "bias"])
+    found = compare(one, other)
+    assert found.is_same
+    assert found.largest("weights") is not None
+    assert not compare(one, record([[1.0], [0.2]])).is_same
+
+
 def test_half_precision_has_its_own_limit():
     one, other = record([[1.0], [0.1]]), record([[1.0], [0.101]])
     assert not compare(one, other).is_same
