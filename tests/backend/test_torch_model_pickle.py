@@ -3,6 +3,7 @@
 import functools
 import os
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -151,6 +152,16 @@ def with_default() -> Any:
     return layers.Lambda(same)
 
 
+def of_a_local_class() -> Any:
+    holder = types.SimpleNamespace(draws=(number for number in range(3)))
+
+    class Same(layers.Layer):
+        def call(self, x: Any) -> Any:
+            return x if holder is not None else None
+
+    return Same()
+
+
 class Logged(keras.losses.Loss):
     def __init__(self) -> None:
         super().__init__()
@@ -166,6 +177,11 @@ class Logged(keras.losses.Loss):
         (Augment, "mse", r"model\.layers\[1\]\.augmenter\['first'\]\._draws is a generator"),
         (guarded, "mse", r"model\.layers\[1\]\.function \(its variable 'guard'\) is a lock"),
         (with_default, "mse", r"layers\[1\]\.function \(its parameter 'draws'\) is a generator"),
+        (
+            of_a_local_class,
+            "mse",
+            r"model\.layers\[1\]\.call \(its variable 'holder'\)\.draws is a generator",
+        ),
         (layers.ReLU, Logged, r"model\.\S*loss\S*\.file is a TextIOWrapper"),
     ],
 )

@@ -297,6 +297,9 @@ def _steps(obj: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{index}]", value) for index, value in enumerate(obj))
     if hasattr(obj, "__dict__"):
         yield from ((f".{name}", value) for name, value in _attributes(obj))
+    if "<locals>" in type(obj).__qualname__:  # A class that is pickled with its methods.
+        methods = vars(type(obj)).items()
+        yield from ((f".{n}", each) for n, each in methods if isinstance(each, types.FunctionType))
 
 
 def _defaults(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
