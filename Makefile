@@ -49,8 +49,8 @@ demo: $(DEMO_STAMP)
 	  --output $(DEMO_OUTPUT) $(DEMO_ARGS)
 	@echo "All of it is in $(abspath $(DEMO_OUTPUT))"
 
-# A process has one Keras backend, so tests/backend and tests/exactness run once for each of them. Three at a time, since
-# many tests wait for a timeout or for Slurm; -O keeps what they print apart. SLOW=1 adds the tests that are marked slow, as .ci/run does.
+# A process has one Keras backend, so tests/backend and tests/exactness run once for each of them, two at a
+# time; -O keeps what they print apart. SLOW=1 adds the tests that are marked slow, as .ci/run does.
 # COVERAGE=1 measures coverage, which takes half as long again. XLA need not optimize tiny nets.
 COVERAGE ?=
 COVER = $(if $(COVERAGE),--cov --cov-report=)
@@ -61,7 +61,7 @@ PYTEST = COVERAGE_FILE=.coverage.$@ TF_CPP_MIN_LOG_LEVEL=2 \
 
 test: lint $(TEST_STAMP)
 	@rm -f .coverage .coverage.*
-	$(MAKE) --no-print-directory -k -j3 -O $(BACKENDS:%=test-%) test-unit test-gpu
+	$(MAKE) --no-print-directory -k -j2 -O $(BACKENDS:%=test-%) test-unit test-gpu
 	$(if $(COVERAGE),@$(TEST_VENV)/bin/coverage combine -q && $(TEST_VENV)/bin/coverage report)
 
 test-unit: $(TEST_STAMP)
